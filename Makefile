@@ -34,7 +34,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers test-console test-bridges cluster-test postgres lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers test-console test-bridges cluster-test postgres placement lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -72,6 +72,9 @@ test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy,
 
 cluster-test: $(CLUSTER)/.installed postgres ## test several servers with PostgreSQL, an object store and Ray
 	PYTHONDONTWRITEBYTECODE= $(CLUSTER)/bin/python -m pytest tests/cluster $(ARGS)
+
+placement: $(CLUSTER)/.installed ## simulate how the choice of a server for each request affects caches and waiting times
+	$(CLUSTER)/bin/python -m tools.simulate_placement $(ARGS)
 
 lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed $(CONSOLE)/node_modules/.installed ## check style, types, import rules, protos and generated code
 	$(VENV)/bin/ruff check

@@ -13,9 +13,20 @@ import pytest
 
 import gradrule as gr
 from gradrule.common.fast_paths import VARIABLE, disabled_paths
+from tests.cluster.postgres import PostgresServer, running_postgres
 from tests.service import blocking
 from tests.service.guarded import Guarded, guarded_server
 from tests.service.servers import RunningServer, running_server
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that selects the database of registries."""
+    parser.addoption(
+        "--registry-database",
+        choices=("sqlite", "postgresql"),
+        default="sqlite",
+        help="database of registries in tests that can use either; PostgreSQL must be installed",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -39,6 +50,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         off = disabled.intersection(name for mark in item.iter_markers("fast_path") for name in mark.args)
         if off:
             item.add_marker(pytest.mark.skip(reason=f"the fast path {min(off)} is off"))
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """Returns a running PostgreSQL server. A test that stops it must start it again."""
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def new_database(request: pytest.FixtureRequest) -> Callable[[], str]:
+    """Returns a function that creates an empty database and returns the value of `--registry`; empty: SQLite."""
+    if request.config.getoption("--registry-database") == "sqlite":
+        return lambda: ""
+    created: PostgresServer = request.getfixturevalue("postgres")
+    return created.create_database
 
 
 @pytest.fixture(scope="session")

@@ -237,7 +237,8 @@ ELEMENTS: Schema = {
         {"type": "number"},
         {"type": "boolean"},
         {"type": "string"},
-        {"type": "array", "items": ref("Elements")},
+        # Not a reference to this schema: generators of clients drop operations with recursive lists.
+        {"type": "array", "items": {"description": "An element, or a list."}},
         {
             "type": "object",
             "description": "A string that is not UTF-8.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
@@ -18,8 +18,9 @@ from starlette.staticfiles import StaticFiles
 
 from gradrule.v1 import blob_pb2
 from gradrule_gateway import conversion, graphs, json_text
-from gradrule_gateway.converters import Converters
-from gradrule_gateway.deadlines import deadline_s
+from gradrule_gateway.budget import Share
+from gradrule_gateway.converters import MAX_INLINE, Converters
+from gradrule_gateway.deadlines import Deadline, deadline_of
 from gradrule_gateway.guard import Guard, Limits
 from gradrule_gateway.problems import Problem, malformed
 from gradrule_gateway.program_types import ProgramTypes
@@ -62,8 +63,18 @@ def create_app(upstream: Upstream, converters: Converters, limits: Limits, *, in
     console = Path(__file__).parent / "console"
     # The default, not a route: a route for all paths would hide that a path has no such method.
     has_console = (console / "index.html").is_file()
-    others: Any = StaticFiles(directory=console, html=True) if has_console else _no_console
+    others: Any = ConsoleFiles(directory=console, html=True) if has_console else _no_console
     return Guard(Router(routes, redirect_slashes=False, default=others), limits)
+
+
+class ConsoleFiles(StaticFiles):
+    """Serves the console's files. Their names stay after an upgrade, so browsers must ask whether they changed."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """Returns a file, or 304 if the browser has it."""
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "no-cache"
+        return response
 
 
 class Gateway:
@@ -83,26 +94,29 @@ class Gateway:
 
     async def call(self, route: Route, request: Request) -> Response:
         """Runs the RPC of a route. Raises `Problem`."""
+        deadline = deadline_of(request.headers, route)
         form, query = _format(request)
-        timeout_s, is_default = deadline_s(request.headers, route)
         metadata = self._metadata(request)
-        if route.body == "bytes":
-            run = self._upload(route, request, metadata, timeout_s)
-            answer, request_id = await run
-        elif route.body == "json":
-            _check_content_type(request)
-            if query:
-                raise malformed("a request with a body has no query parameters except format", query[0][0])
-            body = await request.body()
-            run_json = self._call_json(route, body, metadata, timeout_s, is_default)
-            answer, request_id = await _unless_disconnected(request, run_json)
-        else:
-            message = conversion.decode_parameters(route, request.path_params, query)
-            run_unary = self._upstream.unary(route.grpc_path, message.SerializeToString(), metadata, timeout_s)
-            answer, request_id = await _unless_disconnected(request, run_unary)
-        text = await self._converters.encode(route, answer, form)
-        headers = {"x-request-id": request_id} if request_id else {}
-        return Response(text, media_type="application/json", headers=headers)
+        share: Share = request.state.share
+        async with deadline.enforced():
+            if route.body == "bytes":
+                answer, request_id = await self._upload(route, request, metadata, deadline)
+            elif route.body == "json":
+                if query:
+                    raise malformed("a request with a body has no query parameters except format", query[0][0])
+                body = await self._body(request, metadata, deadline)
+                run_json = self._call_json(route, body, metadata, deadline, share)
+                answer, request_id = await _unless_disconnected(request, run_json)
+            else:
+                message = conversion.decode_parameters(route, request.path_params, query)
+                run = self._upstream.unary(
+                    route.grpc_path, message.SerializeToString(), metadata, deadline.remaining_s()
+                )
+                answer, request_id = await _unless_disconnected(request, run)
+            share.take(len(answer))
+            text = await _unless_disconnected(request, self._converters.encode(route, answer, form))
+            share.give(len(answer))
+        return _json(share, text, {"x-request-id": request_id} if request_id else {})
 
     async def server_health(self, request: Request) -> Response:
         """Answers whether an engine of the server is ready."""
@@ -112,59 +126,71 @@ class Gateway:
 
     async def read_graph(self, request: Request) -> Response:
         """Stores a graph for the console and describes it. Raises `Problem`."""
-        return await graphs.read_uploaded(self._upstream, self._converters, request, self._metadata(request))
+        async with deadline_of(request.headers, graphs.COMPILE).enforced():
+            return await graphs.read_uploaded(self._upstream, self._converters, request, self._metadata(request))
 
     async def draw_graph(self, request: Request) -> Response:
         """Explains a program for the console, with a picture of its graph. Raises `Problem`."""
+        deadline = deadline_of(request.headers, graphs.COMPILE)
+        metadata = self._metadata(request)
+        share: Share = request.state.share
+        async with deadline.enforced():
+            given = await self._body(request, metadata, deadline)
+            reading = self._converters.run(graphs.decode_request, given)
+            body, structure = await _unless_disconnected(request, reading)
+            run = self._call_json(graphs.COMPILE, body, metadata, deadline, share)
+            answer, _ = await _unless_disconnected(request, run)
+            text = await _unless_disconnected(request, self._converters.run(graphs.draw, answer, structure))
+        return _json(share, text)
+
+    async def _body(self, request: Request, metadata: Metadata, deadline: Deadline) -> bytes:
+        """Returns a body in JSON. Raises `Problem`."""
         _check_content_type(request)
-        timeout_s, is_default = deadline_s(request.headers, graphs.COMPILE)
-        body, structure = await self._converters.run(graphs.decode_request, await request.body())
-        run = self._call_json(graphs.COMPILE, body, self._metadata(request), timeout_s, is_default)
-        answer, _ = await _unless_disconnected(request, run)
-        text = await self._converters.run(graphs.draw, answer, structure)
-        return Response(text, media_type="application/json")
+        length = request.headers.get("content-length")
+        if length is None or int(length) > MAX_INLINE:
+            # Without a valid credential, nobody can make the gateway keep and convert large bodies.
+            await self._upstream.check_credential(metadata, deadline.remaining_s())
+        return await request.body()
 
     async def _call_json(
-        self, route: Route, body: bytes, metadata: Metadata, timeout_s: float, is_default: bool
+        self, route: Route, body: bytes, metadata: Metadata, deadline: Deadline, share: Share
     ) -> tuple[bytes, str]:
         decoded = await self._converters.decode(route, body)
         message, kept, key = decoded.message, False, b""
-        if route.rpc == "GradientService/Evaluate" and is_default and not message.HasField("run_timeout"):
+        if route.rpc == "GradientService/Evaluate" and deadline.is_default and not message.HasField("run_timeout"):
             # As the clients do: only compiling may use the longer deadline.
             message.run_timeout.FromSeconds(30)
+        types: conversion.Types = {}
         if decoded.open:
-            types, key, kept = await self._types.find(message, metadata, timeout_s)
-            await self._converters.close_types(decoded, types)
+            types, key, kept = await self._types.find(message, metadata, deadline)
+        size = 0
         try:
-            return await self._upstream.unary(route.grpc_path, message.SerializeToString(), metadata, timeout_s)
+            if decoded.open:
+                await self._converters.close_types(decoded, types)
+            size = message.ByteSize()
+            share.take(size)
+            return await self._upstream.unary(
+                route.grpc_path, message.SerializeToString(), metadata, deadline.remaining_s()
+            )
         except Problem as problem:
             if not kept or problem.reason != "FEED_DTYPE":
                 raise
+        finally:
+            share.give(size)
         # Another program has this name now.
         self._types.forget(key)
-        return await self._call_json(route, body, metadata, timeout_s, is_default)
+        return await self._call_json(route, body, metadata, deadline, share)
 
-    async def _upload(self, route: Route, request: Request, metadata: Metadata, timeout_s: float) -> tuple[bytes, str]:
-        sha256 = request.path_params[route.path_field]
-
-        failures: list[Exception] = []
-
+    async def _upload(
+        self, route: Route, request: Request, metadata: Metadata, deadline: Deadline
+    ) -> tuple[bytes, str]:
         async def parts() -> AsyncIterator[bytes]:
-            yield blob_pb2.UploadBlobRequest(sha256=sha256).SerializeToString()
-            try:
-                async for chunk in request.stream():
-                    if chunk:
-                        yield blob_pb2.UploadBlobRequest(data=chunk).SerializeToString()
-            except (Problem, ClientDisconnect) as failure:
-                # gRPC would report only that the call was cancelled. The upload ends here, and its hash does not fit.
-                failures.append(failure)
+            yield blob_pb2.UploadBlobRequest(sha256=request.path_params[route.path_field]).SerializeToString()
+            async for chunk in request.stream():
+                if chunk:
+                    yield blob_pb2.UploadBlobRequest(data=chunk).SerializeToString()
 
-        try:
-            return await self._upstream.upload(route.grpc_path, parts(), metadata, timeout_s)
-        except Problem:
-            if failures:
-                raise failures[0] from None
-            raise
+        return await self._upstream.upload(route.grpc_path, parts(), metadata, deadline.remaining_s())
 
     def _metadata(self, request: Request) -> Metadata:
         found = []
@@ -190,6 +216,12 @@ async def _by_method(gateway: Gateway, by_method: dict[str, Route], request: Req
     return await gateway.call(by_method["GET" if request.method == "HEAD" else request.method], request)
 
 
+def _json(share: Share, text: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    # The bytes are kept until the client has read them.
+    share.take(len(text))
+    return Response(text, media_type="application/json", headers=headers)
+
+
 async def _unless_disconnected(request: Request, run: Awaitable[_R]) -> _R:
     """Returns the result of a call; cancels the call when the client closes the connection."""
     call = asyncio.ensure_future(run)
@@ -197,6 +229,7 @@ async def _unless_disconnected(request: Request, run: Awaitable[_R]) -> _R:
     try:
         await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done():
+            gone.result()
             raise ClientDisconnect
         return call.result()
     finally:
@@ -220,10 +253,10 @@ def _format(request: Request) -> tuple[Any, list[tuple[str, str]]]:
 
 
 def _check_content_type(request: Request) -> None:
-    given = request.headers.get("content-type", "")
-    kind, _, parameters = given.partition(";")
-    charset = parameters.strip().lower().replace('"', "")
-    if kind.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
+    given = ", ".join(request.headers.getlist("content-type"))
+    kind, *parameters = (part.strip().lower().replace('"', "") for part in given.split(";"))
+    charsets = [text for text in parameters if text.startswith("charset=")]
+    if kind != "application/json" or charsets not in ([], ["charset=utf-8"]):
         raise Problem(
             "UNSUPPORTED",
             f"expected Content-Type: application/json, not {given[:80] or 'none'!r}",

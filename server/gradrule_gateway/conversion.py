@@ -68,10 +68,12 @@ def decode_body(route: Route, body: bytes) -> DecodedRequest:
     message = new_request(route)
     found = decoding.decode(message, value)
     is_call = isinstance(message, evaluate_pb2.EvaluateRequest)
-    waiting = [tensor for tensor in found if is_call and tensor.field in _TENSORS_OF_FIELD]
     is_sample = isinstance(message, rule_pb2.SampleRuleRequest)
+    waiting = []
     for tensor in found:
-        if tensor not in waiting:
+        if is_call and tensor.field in _TENSORS_OF_FIELD:
+            waiting.append(tensor)
+        else:
             # Rules compute with floats, and many languages write 1.0 as 1.
             is_float = is_sample and tensor.field == "values" and tensor.tensor.dtype in _INTEGERS
             decoding.close(tensor, Dt.DT_FLOAT if is_float else None)
@@ -85,18 +87,14 @@ Places = list[tuple[str, int, str]]
 def decode_to_bytes(route: Route, body: bytes) -> tuple[bytes, Places]:
     """Returns what `decode_body` returns in a form that processes can exchange. Raises `Problem`."""
     decoded = decode_body(route, body)
-    names: dict[str, list[str]] = {}
-    for entry in decoded.open:
-        names.setdefault(entry.field, [])
-    places = []
-    for field_name in names:
-        of_field = [entry for entry in decoded.open if entry.field == field_name]
-        found = [
-            index
-            for index, named in enumerate(getattr(decoded.message, field_name))
-            if any(named.value.inline_tensor is entry.tensor for entry in of_field)
-        ]
-        places += [(field_name, index, entry.path) for index, entry in zip(found, of_field, strict=True)]
+    # By identity: messages with equal contents are different tensors.
+    paths = {id(entry.tensor): entry.path for entry in decoded.open}
+    places = [
+        (field_name, index, paths[id(named.value.inline_tensor)])
+        for field_name in dict.fromkeys(entry.field for entry in decoded.open)
+        for index, named in enumerate(getattr(decoded.message, field_name))
+        if id(named.value.inline_tensor) in paths
+    ]
     return decoded.message.SerializeToString(), places
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from gradrule_gateway import json_text
+from gradrule_gateway.budget import Budget, Share
 from gradrule_gateway.logs import fields
 from gradrule_gateway.problems import CONTENT_TYPE, Problem
 
@@ -21,10 +23,11 @@ Scope = Any
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
+_now = time.monotonic
 _access = logging.getLogger("gradrule.access")
 _log = logging.getLogger(__name__)
 
-_SECURITY_HEADERS = (
+SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
@@ -42,6 +45,11 @@ _SEND_PART = 1 << 20
 MAX_HEADER_BYTES = 32 * 1024
 """Maximum total size of the headers of a request."""
 _BUSY_RETRY_S = 1.0
+# Slowest rate at which the bytes of a body may arrive on average, per second.
+_MIN_RATE = 4096
+# Longest time for which the rest of a refused body is read.
+_DISCARD_S = 5.0
+_UNLIMITED = "/healthz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +60,10 @@ class Limits:
         hosts: Allowed values of the header `Host`, without port, in lower case; `*` allows all.
         origins: Origins whose pages may use the API from a browser (CORS).
         max_body_bytes: Longest body in JSON.
-        max_requests: Requests that are handled at the same time.
-        max_bytes_in_flight: Total size of the bodies that are handled at the same time.
+        max_requests: Requests that are handled at the same time. A request counts when its body is complete; uploads
+            and `/healthz` do not count.
+        max_bytes_in_flight: Total size of the bodies, converted requests and answers that are kept at the same time.
+        max_connections: Connections that may be open. One address may have a quarter of them.
         idle_s: Time that a client may take for the next bytes of a body, or to read a part of an answer, seconds.
     """
 
@@ -62,6 +72,7 @@ class Limits:
     max_body_bytes: int = 64 << 20
     max_requests: int = 256
     max_bytes_in_flight: int = 512 << 20
+    max_connections: int = 1024
     idle_s: float = 30.0
 
 
@@ -72,7 +83,7 @@ class Guard:
         self._app = app
         self._limits = limits
         self._requests = 0
-        self._bytes = 0
+        self._budget = Budget(limits.max_bytes_in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -98,17 +109,37 @@ class Guard:
             return Problem(
                 "MALFORMED_REQUEST", f"the headers are longer than {MAX_HEADER_BYTES} bytes in total", status=431
             )
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # Proxies disagree on which of the two counts, so a part of the body could pass as another request.
+            return Problem("MALFORMED_REQUEST", "a request has either Content-Length or Transfer-Encoding")
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.lower() != "identity":
+            return Problem(
+                "UNSUPPORTED",
+                f"bodies have no Content-Encoding, not {encoding[:80]!r}",
+                code="INVALID_ARGUMENT",
+                status=415,
+                headers={"accept-encoding": "identity"},
+            )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes and scope["method"] != "PUT":
             return self.too_large()
+        return None
+
+    def enter(self) -> None:
+        """Counts a request whose body is complete. Raises `Problem` if too many are being handled."""
         if self._requests >= self._limits.max_requests:
-            return Problem(
+            raise Problem(
                 "OVERLOADED",
                 "the gateway is handling the maximum number of requests",
                 status=503,
                 retry_after_s=_BUSY_RETRY_S,
             )
-        return None
+        self._requests += 1
+
+    def leave(self) -> None:
+        """Counts a request as done."""
+        self._requests -= 1
 
     def too_large(self) -> Problem:
         """Returns the problem of a body that is too long."""
@@ -123,8 +154,14 @@ class _Exchange:
         self._limits = guard._limits
         self._scope, self._receive, self._send = scope, receive, send
         self._status = 0
-        self._bytes_in = self._bytes_out = self._held = 0
-        self._body_ended = False
+        self._bytes_in = self._bytes_out = 0
+        self._share = Share(guard._budget)
+        self._is_upload = scope["method"] == "PUT"
+        self._is_counted = False
+        names = dict(scope["headers"])
+        self._body_ended = b"transfer-encoding" not in names and names.get(b"content-length", b"0") == b"0"
+        # Time that the client may still let pass, seconds; bytes that arrive add to it.
+        self._patience_s = guard._limits.idle_s
         self._reason = "OK"
         self._detail = ""
         self._request_id = ""
@@ -134,92 +171,109 @@ class _Exchange:
         started = time.perf_counter()
         guard = self._guard
         refused = guard.problem(self._scope)
-        guard._requests += 1
         try:
             if refused is not None:
                 await self._answer(refused)
             elif self._is_preflight():
                 await self._preflight()
             else:
+                if self._body_ended:
+                    self._enter()
                 # With an app in the scope, Starlette raises for unknown paths and methods.
-                await guard._app({**self._scope, "app": guard}, self.receive, self.send)
+                state = {**self._scope.get("state", {}), "share": self._share}
+                await guard._app({**self._scope, "app": guard, "state": state}, self.receive, self.send)
         except Problem as problem:
             await self._answer(problem)
         except HTTPException as failure:
             await self._answer(_routing_problem(self._scope, failure))
         except ClientDisconnect:
             self._status, self._reason = 499, "CANCELLED"
-        except _SlowClient:
-            self._status, self._reason = self._status or 408, "CANCELLED"
-            raise
         except Exception:
             _log.exception("a request failed: %s %s", self._scope["method"], self._scope["path"])
             await self._answer(Problem("INTERNAL", "the gateway failed; its log has the cause"))
         finally:
-            guard._requests -= 1
-            guard._bytes -= self._held
+            self._leave()
             self._write_log(time.perf_counter() - started)
+
+    def _enter(self) -> None:
+        # Uploads last as long as the network needs, and are not kept here; the server limits them.
+        if not self._is_upload and self._scope["path"] != _UNLIMITED:
+            self._guard.enter()
+            self._is_counted = True
+
+    def _leave(self) -> None:
+        if self._is_counted:
+            self._guard.leave()
+            self._is_counted = False
+        self._share.release()
 
     async def receive(self) -> Any:
         """Receives a message of the client; parts of a body within the limits."""
         if self._body_ended:
             return await self._receive()
+        started = _now()
         try:
-            async with asyncio.timeout(self._limits.idle_s):
+            async with asyncio.timeout(self._patience_s):
                 message = await self._receive()
         except TimeoutError:
             raise Problem(
                 "DEADLINE_EXCEEDED",
-                f"no bytes of the body arrived for {self._limits.idle_s:g} seconds",
+                f"the bytes of the body arrived too slowly: fewer than {_MIN_RATE} per second, or none for "
+                f"{self._limits.idle_s:g} seconds",
                 status=408,
                 headers={"connection": "close"},
             ) from None
         if message["type"] == "http.request":
-            self._count(len(message.get("body", b"")))
+            size = len(message.get("body", b""))
+            left = self._patience_s - (_now() - started) + size / _MIN_RATE
+            self._patience_s = max(0.0, min(left, self._limits.idle_s))
+            self._count(size)
             self._body_ended = not message.get("more_body", False)
+            if self._body_ended:
+                self._enter()
         return message
 
     def _count(self, size: int) -> None:
         self._bytes_in += size
-        if self._scope["method"] == "PUT":
+        if self._is_upload:
             # Passed on part by part.
             return
         if self._bytes_in > self._limits.max_body_bytes:
             raise self._guard.too_large()
-        self._held += size
-        self._guard._bytes += size
-        if self._guard._bytes > self._limits.max_bytes_in_flight:
-            raise Problem(
-                "OVERLOADED",
-                "the gateway is handling the maximum number of bytes",
-                status=503,
-                retry_after_s=_BUSY_RETRY_S,
-            )
+        self._share.take(size)
 
     async def send(self, message: Any) -> None:
-        """Sends a message to the client: headers with those of security, a body in parts, each within a time."""
+        """Sends a message to the client: headers with those of security, a body in parts."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            headers = [*message.get("headers", ()), *_SECURITY_HEADERS, *self._cors_headers()]
+            headers = [*message.get("headers", ()), *SECURITY_HEADERS, *self._cors_headers()]
             self._request_id = next((value.decode("latin-1") for name, value in headers if name == b"x-request-id"), "")
-            if not self._body_ended and self._status >= 400:
+            if not self._body_ended:
                 # The rest of the body would be read as the next request.
-                headers.append((b"connection", b"close"))
+                headers = [header for header in headers if header[0] != b"connection"] + [(b"connection", b"close")]
             await self._send({**message, "headers": headers})
             return
         body, more = message.get("body", b""), message.get("more_body", False)
         self._bytes_out += len(body)
         view = memoryview(body)
-        for start in range(0, max(len(body), 1), _SEND_PART):
-            part = view[start : start + _SEND_PART]
-            is_last = start + _SEND_PART >= len(body)
-            try:
-                async with asyncio.timeout(self._limits.idle_s):
-                    await self._send(
-                        {"type": "http.response.body", "body": bytes(part), "more_body": more or not is_last}
-                    )
-            except TimeoutError:
-                raise _SlowClient from None
+        for start in range(0, len(body), _SEND_PART):
+            part = bytes(view[start : start + _SEND_PART])
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        if not more:
+            if not self._body_ended and self._status not in (408, 499):
+                await self._discard_body()
+            await self._send({"type": "http.response.body"})
+
+    async def _discard_body(self) -> None:
+        """Reads what the client still sends of a refused body.
+
+        If the connection were closed before, the client's system would report an error instead of the answer.
+        """
+        self._leave()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while (await self._receive()).get("more_body", False):
+                    pass
 
     async def _answer(self, problem: Problem) -> None:
         self._reason, self._detail = problem.reason, problem.detail
@@ -274,10 +328,6 @@ class _Exchange:
                 bytes_out=self._bytes_out,
             ),
         )
-
-
-class _SlowClient(Exception):
-    """The client does not read its answer; the connection is closed."""
 
 
 def problem_response(problem: Problem) -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_gateway.conversion import Types, program_types
+from gradrule_gateway.deadlines import Deadline
 from gradrule_gateway.problems import Problem
 from gradrule_gateway.upstream import Metadata, Upstream
 
@@ -31,7 +32,7 @@ class ProgramTypes:
         self._kept: OrderedDict[bytes, tuple[float, Types]] = OrderedDict()
 
     async def find(
-        self, request: evaluate_pb2.EvaluateRequest, metadata: Metadata, timeout_s: float
+        self, request: evaluate_pb2.EvaluateRequest, metadata: Metadata, deadline: Deadline
     ) -> tuple[Types, bytes, bool]:
         """Returns the types, a key for `forget`, and whether they were kept from an earlier call.
 
@@ -42,7 +43,7 @@ class ProgramTypes:
         if kept is not None and time.monotonic() - kept[0] < _KEEP_S:
             self._kept.move_to_end(key)
             return kept[1], key, True
-        types = await self._ask(request, metadata, timeout_s)
+        types = await self._ask(request, metadata, deadline)
         if types:
             self._kept[key] = time.monotonic(), types
             while len(self._kept) > _ENTRIES:
@@ -53,10 +54,10 @@ class ProgramTypes:
         """Drops the types of a program."""
         self._kept.pop(key, None)
 
-    async def _ask(self, request: evaluate_pb2.EvaluateRequest, metadata: Metadata, timeout_s: float) -> Types:
+    async def _ask(self, request: evaluate_pb2.EvaluateRequest, metadata: Metadata, deadline: Deadline) -> Types:
         path, question, read = _question(request)
         try:
-            answer, _ = await self._upstream.unary(path, question.SerializeToString(), metadata, timeout_s)
+            answer, _ = await self._upstream.unary(path, question.SerializeToString(), metadata, deadline.remaining_s())
         except Problem as problem:
             if problem.status < 500 and problem.code not in ("RESOURCE_EXHAUSTED", "UNAUTHENTICATED"):
                 return {}

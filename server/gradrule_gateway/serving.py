@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import grpc
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gradrule_gateway import logs
 from gradrule_gateway.app import create_app
+from gradrule_gateway.connections import Connection, Connections
 from gradrule_gateway.converters import Converters
 from gradrule_gateway.guard import MAX_HEADER_BYTES, Limits
 from gradrule_gateway.upstream import Upstream
 
 _log = logging.getLogger(__name__)
 
-_HEADER_S = 15.0
 _KEEP_ALIVE_S = 75.0
 _BACKLOG = 512
+# The server's connection, processes and files of the gateway itself.
+_OWN_DESCRIPTORS = 64
 # The parent's end is noticed by polling, because other children of the parent inherit its pipes.
 _PARENT_CHECK_S = 0.25
 READY = "gradrule gateway: listening on "
@@ -104,13 +107,27 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _allow_connections(count: int) -> int:
+    """Raises the limit of open files, often 1024, so that `count` clients fit; returns how many fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OWN_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return count
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        _log.warning("%d files may be open (ulimit -n), but --max-connections %d needs %d", allowed, count, wanted)
+    return max(1, allowed - _OWN_DESCRIPTORS)
+
+
 async def _serve(settings: Settings, listener: socket.socket) -> None:
     upstream = Upstream(settings.target, settings.credentials, settings.server_name)
     converters = Converters()
     app = create_app(upstream, converters, settings.limits, insecure_tokens=settings.insecure_tokens)
+    connections = Connections(_allow_connections(settings.limits.max_connections), settings.limits.idle_s)
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=cast(Any, partial(Connection, connections=connections)),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -163,41 +180,3 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
         # uvicorn raises the signal again after the shutdown, which would end the process with the signal's code.
         self._captured_signals.clear()
-
-
-class _Protocol(H11Protocol):
-    """uvicorn's protocol, with a time limit for the headers of each request."""
-
-    _header_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._await_headers()
-
-    def data_received(self, data: bytes) -> None:
-        if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._await_headers()
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._stop_timer()
-
-    def _await_headers(self) -> None:
-        self._header_timer = self.loop.call_later(_HEADER_S, self._close_slow)
-
-    def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _close_slow(self) -> None:
-        self._header_timer = None
-        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
-            self.transport.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
@@ -17,6 +19,16 @@ from gradrule_gateway.problems import Problem
 Metadata = Sequence[tuple[str, str]]
 _REQUEST_ID = "x-request-id"
 _DETAILS = "grpc-status-details-bin"
+# Time for the answer to an upload after its last byte.
+_ANSWER_S = 60.0
+# A cheap call that needs a credential.
+_FIND_MISSING = "/gradrule.v1.BlobService/FindMissingBlobs"
+OPTIONS: list[tuple[str, Any]] = [
+    *channels.OPTIONS,
+    # gRPC's own limit is 120 s: a server that returns after an outage would wait that long for its gateway.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+"""Options of the channel."""
 
 
 class Upstream:
@@ -34,7 +46,7 @@ class Upstream:
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = "") -> None:
         self.target, credentials = channels.endpoint(target, credentials)
         self.may_send_tokens = credentials is not None or channels.is_local(self.target)
-        options = [*channels.OPTIONS]
+        options = [*OPTIONS]
         if server_name:
             options.append(("grpc.ssl_target_name_override", server_name))
         address = channels.address(self.target)
@@ -48,24 +60,60 @@ class Upstream:
         """Closes the connection."""
         await self._channel.close()
 
-    async def unary(self, path: str, request: bytes, metadata: Metadata, timeout_s: float) -> tuple[bytes, str]:
+    async def unary(self, path: str, request: bytes, metadata: Metadata, timeout_s: float | None) -> tuple[bytes, str]:
         """Runs a unary call; returns the answer and the server's id of the request. Raises `Problem`."""
         method: Any = self._channel.unary_unary(path)
         call = method(request, metadata=tuple(metadata), timeout=timeout_s)
         return await _answer(call)
 
     async def upload(
-        self, path: str, requests: AsyncIterator[bytes], metadata: Metadata, timeout_s: float
+        self, path: str, requests: AsyncIterator[bytes], metadata: Metadata, timeout_s: float | None
     ) -> tuple[bytes, str]:
-        """Runs a client-streaming call; returns the answer and the server's id of the request. Raises `Problem`."""
+        """Runs a client-streaming call; returns the answer and the server's id of the request.
+
+        Raises:
+            Problem: The call failed, or the iterator of requests raised it.
+        """
         method: Any = self._channel.stream_unary(path)
-        call = method(requests, metadata=tuple(metadata), timeout=timeout_s)
-        return await _answer(call)
+        call = method(metadata=tuple(metadata), timeout=timeout_s)
+        writing = asyncio.ensure_future(_write(call, requests))
+        answering = asyncio.ensure_future(_answer(call))
+        try:
+            await asyncio.wait({writing, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                writing.result()
+            # Without a deadline, nothing else would end the wait for a server that hangs.
+            async with asyncio.timeout(_ANSWER_S if timeout_s is None else None):
+                return await answering
+        except TimeoutError:
+            raise Problem(
+                "DEADLINE_EXCEEDED", f"the server has not answered within {_ANSWER_S:g} s after the last byte"
+            ) from None
+        finally:
+            writing.cancel()
+            answering.cancel()
+            # Nobody may read the body after this.
+            await asyncio.gather(writing, answering, return_exceptions=True)
+
+    async def check_credential(self, metadata: Metadata, timeout_s: float | None) -> None:
+        """Asks the server whether it accepts the caller's credential. Raises `Problem`."""
+        await self.unary(_FIND_MISSING, b"", metadata, timeout_s)
 
     async def is_serving(self, timeout_s: float) -> bool:
         """Returns whether an engine of the server is ready. Raises `Problem`."""
         answer, _ = await self.unary(channels.HEALTH_METHOD, channels.HEALTH_REQUEST, (), timeout_s)
         return answer == channels.HEALTH_SERVING
+
+
+async def _write(call: Any, requests: AsyncIterator[bytes]) -> None:
+    async for request in requests:
+        try:
+            await call.write(request)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            # The server has answered already; the answer says why.
+            return
+    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        await call.done_writing()
 
 
 async def _answer(call: Any) -> tuple[bytes, str]:

@@ -24,8 +24,7 @@ from gradrule_server.link.operating_system import keep_freed_memory
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
-from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.data_folder import BLOBS
+from gradrule_server.registry.database import open_database
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
@@ -39,6 +38,9 @@ _STOP_S = 15.0
 
 # Interval at which changes of the token file are noticed.
 _CHECK_EVERY_S = 0.25
+# Interval at which changes of other servers are applied; docs/guide/clusters.md states 2 s.
+_APPLY_CHANGES_EVERY_S = 0.5
+_MAINTAIN_BLOBS_EVERY_S = 10.0
 
 
 async def serve(settings: Settings) -> None:
@@ -51,7 +53,7 @@ async def serve(settings: Settings) -> None:
     """
     keep_freed_memory()
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
+    started, stopping = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
 
@@ -67,16 +69,21 @@ async def serve(settings: Settings) -> None:
     operations = Operations(assembly.operations_settings(settings))
     # The exit stack stops every part even if starting or stopping another part fails.
     async with contextlib.AsyncExitStack() as stops:
-        store = Store(settings.data_dir)
+        store = Store(open_database(settings.registry, settings.data_dir))
         stops.callback(store.close)
-        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check_files, reload))
+        if store.is_shared:
+            # On a thread of its own: a database that is away must not delay the check of credentials.
+            stops.enter_context(PeriodicChecks(_APPLY_CHANGES_EVERY_S, store.check))
+            stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, reload))
+        else:
+            stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check, reload))
         stops.push_async_callback(operations.stop)
         allow_connections(settings.max_connections)
         watch = assembly.create_connection_watch(settings)
         grpc_server = GrpcServer(assembly.connection_settings(settings), watch)
-        blobs = BlobStore(
-            settings.data_dir / BLOBS, settings.server_limit("blob_bytes"), settings.server_limit("blobs")
-        )
+        blobs = assembly.create_blob_store(settings, store)
+        if blobs.is_shared:
+            stops.enter_context(PeriodicChecks(_MAINTAIN_BLOBS_EVERY_S, blobs.maintain))
         pool = assembly.create_engine_pool(settings, blobs, grpc_server.set_ready)
         loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.graph_limits(settings, loaded)
@@ -97,8 +104,8 @@ async def serve(settings: Settings) -> None:
         warm_up = assembly.create_warm_up(settings, pool, tenants)
         await operations.start(
             assembly.create_sources(settings, loaded, tenants, admission),
-            # The HTTP gateway drains before the gRPC server does, and no call should start meanwhile.
-            is_ready=lambda: grpc_server.is_ready and not stopping.is_set(),
+            # The HTTP gateway starts after the first engine.
+            is_ready=lambda: grpc_server.is_ready and started.is_set(),
         )
         port = await grpc_server.start(f"{settings.host}:{settings.port}", certificates)
         shared_memory.start()
@@ -120,8 +127,11 @@ async def serve(settings: Settings) -> None:
                 # Pushed last, so that it stops first: its requests are calls of this server.
                 stops.push_async_callback(gateway.stop)
                 print(f"gradrule: HTTP at {await gateway.start()}", flush=True)
+            started.set()
             print(f"gradrule: listening on {settings.host}:{port}", flush=True)
             await stopping.wait()
+        # The HTTP gateway drains before the gRPC server does; load balancers should send no calls meanwhile.
+        grpc_server.end_health()
         if accepting.done() and (failure := accepting.exception()) is not None:
             _log.error("gRPC accepts no more calls (%s); the server exits with %d", failure, EXIT_FAILED)
             _exit_after(_STOP_S)

@@ -27,7 +27,9 @@ from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
 from gradrule_server.recovery.crash_history import CrashHistory, Quarantine
+from gradrule_server.registry.blob_index import BlobAmount
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.data_folder import BLOBS
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
 
@@ -121,6 +123,16 @@ def create_admission(settings: Settings) -> Admission:
         InFlightLimits(settings.tenant_limit("requests"), settings.tenant_limit("bytes_in_flight")),
         settings.max_message_bytes,
     )
+
+
+def create_blob_store(settings: Settings, store: Store) -> BlobStore:
+    """Returns the blobs of all tenants. Raises `StoreError` if the object store of `--blobs` cannot be used."""
+    limit = BlobAmount(settings.server_limit("blob_bytes"), settings.server_limit("blobs"))
+    if not settings.blobs:
+        return BlobStore(settings.data_dir / BLOBS, limit.size, limit.count)
+    from gradrule_server.registry.shared_blobs import open_shared_blobs
+
+    return open_shared_blobs(settings.blobs, settings.data_dir, settings.blob_cache_bytes, store.database, limit)
 
 
 def create_engine_pool(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], None]) -> EnginePool:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 _log = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ _REPEAT_S = 60.0
 _RETRY_S = 1.0
 
 Work = Callable[[], None]
+T = TypeVar("T")
 
 
 class PeriodicChecks:
@@ -147,6 +148,40 @@ class BlockingThreads:
         waiting, self._waiting = self._waiting, []
         for function, on_end in waiting:
             self._start(function, on_end)
+
+
+async def run_in_own_thread(name: str, function: Callable[[], T]) -> T:
+    """Returns what a function returns that may block for long: it runs in a daemon thread of its own.
+
+    A process that ends does not wait for the thread. If the caller is cancelled, the function runs on, and its
+    result is dropped.
+
+    Raises:
+        RuntimeError: The system lets no thread start.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def report(result: T | None, failure: BaseException | None) -> None:
+        if done.done():
+            return
+        if failure is None:
+            done.set_result(result)  # type: ignore[arg-type]
+        else:
+            done.set_exception(failure)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as cause:
+            failure = cause
+        # Raised where the loop has ended: nothing is left to report to.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(report, result, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await done
 
 
 def start_logged_task(

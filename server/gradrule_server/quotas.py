@@ -65,10 +65,10 @@ class Quota:
             return self.setting
         return within.limiting_setting
 
-    def add_initial_usage(self, amount: int) -> None:
-        """Adds an amount that the quota around this one counts already."""
+    def set_used(self, amount: int) -> None:
+        """Replaces the amount in use, which was counted again; the quota around this one does not change."""
         with self._lock:
-            self._used += amount
+            self._used = amount
 
     def reserve(self, amount: int = 1) -> None:
         """Counts an amount as used.

@@ -151,11 +151,13 @@ def test_jacobians_are_objects_by_y_and_x(gateway: RunningGateway) -> None:
 
 
 def test_a_program_that_replaces_another_has_other_types(gateway: RunningGateway) -> None:
-    float32 = {**SIGN, "vjp": {"ys": ["y"], "xs": ["x"]}}
-    float64 = SQUARE | {"vjp": {"ys": ["y"], "xs": ["x"]}, "fetches": ["y"]}
-    for spec, dtype in ((float32, "float32"), (float64, "float64")):
+    for dtype, value in (("int32", 2), ("float32", 1.5), ("float64", 1.5)):
+        x = {"name": "x", "op": "Placeholder", "attr": {"dtype": {"type": dtype}}}
+        graph = {"inlineGraph": {"node": [x, {"name": "y", "op": "Square", "input": ["x"]}]}}
+        spec = {"graph": graph, "fetches": ["y"]}
         assert gateway.post("/v1/programs", {"spec": spec, "programId": "replaced"}).status == 200
-        answer = gateway.post("/v1/evaluate", {"program": "programs/replaced", "feeds": {"x": [1]}})
+        # A value that the type of the program before cannot hold: the gateway itself would refuse it.
+        answer = gateway.post("/v1/evaluate", {"program": "programs/replaced", "feeds": {"x": [value]}})
         assert answer.status == 200, answer.body
         assert answer.json["outputs"]["y"]["dtype"] == dtype
         assert gateway.send("DELETE", "/v1/programs/replaced").status == 200

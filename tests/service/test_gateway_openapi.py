@@ -59,3 +59,24 @@ def test_every_rpc_has_a_route_or_a_reason() -> None:
 def test_the_document_names_all_element_types() -> None:
     names = DOCUMENT["components"]["schemas"]["Dt"]["enum"]
     assert set(NAMES.values()) <= set(names)
+
+
+def parts_of(schema: Any) -> Iterator[str]:
+    """Yields the names that a schema refers to outside the properties of objects."""
+    if "$ref" in schema:
+        yield schema["$ref"].rpartition("/")[2]
+    for part in [*schema.get("anyOf", ()), *schema.get("allOf", ()), *([schema["items"]] if "items" in schema else [])]:
+        yield from parts_of(part)
+
+
+def test_no_schema_is_a_part_of_itself() -> None:
+    """Generators of clients drop operations with such schemas, and validators recurse without end."""
+    schemas = DOCUMENT["components"]["schemas"]
+    for name in schemas:
+        reached: set[str] = set()
+        waiting = [name]
+        while waiting:
+            found = set(parts_of(schemas[waiting.pop()])) - reached
+            reached |= found
+            waiting += found
+        assert name not in reached

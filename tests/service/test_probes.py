@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPSConnection
+from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 import gradrule as gr
@@ -20,6 +27,7 @@ from tests.processes import engines
 from tests.service import loop_graphs
 from tests.service.certificates import Authority
 from tests.service.guarded import token_command
+from tests.service.health import GRADIENTS, NOT_SERVING
 from tests.service.servers import STOP_TIMEOUT_S, serve_command, server_environment
 from tests.waiting import wait_until
 
@@ -30,6 +38,7 @@ class Probed:
 
     process: subprocess.Popen[bytes]
     target: str
+    http_port: int
     metrics_port: int
     authority: Authority
     token: str
@@ -54,6 +63,27 @@ class Probed:
             for sample in family.samples
         )
 
+    def evaluate_over_http(self, program: str, x: float) -> int | None:
+        """Returns the status of the answer; None if the connection was closed without one."""
+        context = ssl.create_default_context(cafile=str(self.authority.file))
+        connection = HTTPSConnection("localhost", self.http_port, context=context)
+        body = json.dumps({"program": program, "feeds": {"x": x}})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"}
+        try:
+            connection.request("POST", "/v1/evaluate", body, headers)
+            return connection.getresponse().status
+        except OSError:
+            return None
+        finally:
+            connection.close()
+
+    def grpc_health(self) -> int:
+        """Returns the status of `GRADIENTS`."""
+        with grpc.secure_channel(self.target, gr.tls(self.authority.file)) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            status: int = stub.Check(health_pb2.HealthCheckRequest(service=GRADIENTS), timeout=10).status
+        return status
+
     def wait_for(self, path: str, status: int) -> None:
         wait_until(lambda: self.ask(path) == status or None, f"status {status} of {path}", 90)
 
@@ -61,9 +91,10 @@ class Probed:
         return gr.connect(self.target, credentials=gr.tls(self.authority.file), token=self.token)
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        return first.getsockname()[1], second.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +104,10 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
     authority = Authority(folder, "authority")
     files = authority.server("server")
     token = token_command("new", "--tenant", "ada", "--file", str(folder / "tokens")).strip()
-    port, metrics_port = free_ports()
+    port, http_port, metrics_port = free_ports(3)
     flags = {
         "port": port,
+        "http-port": http_port,
         "metrics-port": metrics_port,
         "data-dir": folder / "registry",
         "tls-cert": files.certificate,
@@ -90,7 +122,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
         subprocess.Popen(command, stdout=log, stderr=log, env=server_environment()) as process,
     ):
         try:
-            yield Probed(process, f"localhost:{port}", metrics_port, authority, token)
+            yield Probed(process, f"localhost:{port}", http_port, metrics_port, authority, token)
         finally:
             process.terminate()
             try:
@@ -114,6 +146,8 @@ def test_a_starting_server_is_live_and_then_ready(probed: Probed) -> None:
     # No answer, until the port is open; then no engine; then an engine.
     assert seen[-2:] == [503, 200]
     assert set(seen[:-2]) <= {None}
+    # The HTTP gateway, which starts last, is there too.
+    socket.create_connection(("127.0.0.1", probed.http_port)).close()
 
 
 def test_a_server_without_an_engine_is_live_but_not_ready(probed: Probed) -> None:
@@ -139,11 +173,14 @@ def test_a_draining_server_is_live_but_not_ready(probed: Probed) -> None:
     """Must be the last test: it ends the server."""
     probed.wait_for("/readyz", 200)
     with probed.connect() as client, ThreadPoolExecutor() as threads:
-        running = threads.submit(client.evaluate, loop_graphs.endless(), {"x": loop_graphs.ENDLESS}, fetches=["y"])
+        name = client.compile(loop_graphs.endless(), fetches=["y"]).name
+        running = threads.submit(probed.evaluate_over_http, name, loop_graphs.ENDLESS)
         wait_until(lambda: probed.running_requests() or None, "a running request")
         probed.process.terminate()
         probed.wait_for("/readyz", 503)
         assert probed.ask("/livez") == 200
+        # The gateway still waits for its request, and the gRPC port for the gateway.
+        assert probed.grpc_health() == NOT_SERVING
         assert not running.done()
-        assert running.exception(STOP_TIMEOUT_S) is not None
+        assert running.result(STOP_TIMEOUT_S) != 200
     assert probed.process.wait(STOP_TIMEOUT_S) == 0

@@ -1,12 +1,18 @@
-"""The examples in deploy/ name existing settings, and are as strict as the guide's command for strangers."""
+"""The examples in deploy/ name existing settings, and are as strict as the guide's command for strangers.
+
+tests/cluster/test_kubernetes.py renders the manifests for Kubernetes; it needs kubectl.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from functools import reduce
 from pathlib import Path
-from textwrap import dedent
+from typing import Any
 
 import pytest
+import yaml
 
 from gradrule_server.settings import (
     PRESETS,
@@ -14,11 +20,12 @@ from gradrule_server.settings import (
     Settings,
     environment_name,
     flag_name,
-    kubernetes_service_variables,
 )
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FILES = sorted([*DEPLOY.glob("*.yaml"), *DEPLOY.glob("Dockerfile*"), DEPLOY / "README.md"])
+GUIDE = Path(__file__).parents[2] / "docs/guide/operating.md"
+FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
+MANIFESTS = [path for path in FILES if path.is_relative_to(DEPLOY / "kubernetes") and path.suffix == ".yaml"]
 
 OF_CLIENTS = {"GRADRULE_TLS_CA", "GRADRULE_TOKEN"}
 OF_COMMANDS = {
@@ -28,112 +35,190 @@ OF_COMMANDS = {
     "--admin", "--file", "--insecure-token", "--target", "--tenant", "--tls-ca", "--token",
 }  # fmt: skip
 
+QUERIES = ("keda/scaledobject.yaml", "monitoring/rules.yaml")
+
+COMPOSITIONS = {
+    "alone": ("compose.yaml",),
+    "tls": ("compose.yaml", "compose.tls.yaml"),
+    "ha": ("compose.yaml", "compose.ha.yaml"),
+}
+
 
 def test_every_example_is_checked() -> None:
-    assert {"Dockerfile", "Dockerfile.gpu", "compose.yaml", "compose.tls.yaml", "kubernetes.yaml"} < {
-        file.name for file in FILES
-    }
-    assert set(FILES) == set(DEPLOY.iterdir())
+    own = {path.name for path in DEPLOY.iterdir() if path.is_file()}
+    composed = {name for names in COMPOSITIONS.values() for name in names}
+    assert own == composed | {"Dockerfile", "Dockerfile.gpu", "README.md"}
+    assert {path.name for path in DEPLOY.iterdir() if path.is_dir()} == {"grafana", "kubernetes", "ray"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.name))
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(DEPLOY)))
 def test_named_settings_exist(file: Path) -> None:
     text = file.read_text()
     variables = set(re.findall(r"\bGRADRULE_[A-Z_]+\b", text))
-    assert variables <= {environment_name(name) for name in (*SOURCE_NAMES, *Settings.model_fields)} | OF_CLIENTS
+    known = {environment_name(name) for name in (*SOURCE_NAMES, *Settings.model_fields)}
+    assert variables <= known | OF_CLIENTS
     if file.suffix != ".md":
         return
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]\b", text))
-    known = {flag_name(name) for name in Settings.model_fields}
-    assert flags <= known | {flag.replace("--", "--no-", 1) for flag in known} | OF_COMMANDS | {"--tenant", "--max"}
+    own = {flag_name(name) for name in Settings.model_fields}
+    assert flags <= own | {flag.replace("--", "--no-", 1) for flag in own} | OF_COMMANDS | {"--tenant", "--max"}
 
 
-def test_every_secret_is_mounted() -> None:
-    text = (DEPLOY / "kubernetes.yaml").read_text()
-    names = re.findall(r"secretName: (\S+)", text)
-    assert names == ["gradrule-tls", "gradrule-tokens"]
-    for name in ("data", "tmp", "tls", "tokens"):
-        assert f"- {{ name: {name}, mountPath:" in text
-        assert re.search(rf"^ +- name: {name}$", text, re.MULTILINE)
+def test_no_component_weakens_the_base() -> None:
+    dangerous = ("hostNetwork", "hostPID", "hostIPC", "hostPath", "hostPort", "privileged")
+    of_the_base = ("automountServiceAccount", "securityContext", "GRADRULE_SANDBOX", "enableServiceLinks", "Probe:")
+    for file in MANIFESTS:
+        words = dangerous if file.parent.name == "base" else (*dangerous, *of_the_base)
+        assert not [word for word in words if word in file.read_text()], file
 
 
-GUIDE = Path(__file__).parents[2] / "docs/guide/operating.md"
+def test_the_guide_creates_the_secrets_of_the_overlay() -> None:
+    code = (GUIDE.parent / "clusters.md").read_text().replace("\\\n", " ")
+    created = {
+        line.split(" create secret ")[1].split()[1]: set(re.findall(r"--from-(?:literal|file)=([\w-]+)", line))
+        for line in code.splitlines()
+        if " create secret " in line
+    }
+    created["gradrule-tls"] = {"tls.crt", "tls.key"}
+    components = DEPLOY / "kubernetes/components"
+    needed: dict[str, set[str]] = {}
+    known: dict[str, set[str]] = {}
+    (server,) = yaml.safe_load((components / "ha/deployment.yaml").read_text())["spec"]["template"]["spec"][
+        "containers"
+    ]
+    for variable in server["env"]:
+        if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
+            known.setdefault(reference["name"], set()).add(reference["key"])
+            if not reference.get("optional"):
+                needed.setdefault(reference["name"], set()).add(reference["key"])
+    for volume in yaml.safe_load((components / "tls/deployment.yaml").read_text())["spec"]["template"]["spec"][
+        "volumes"
+    ]:
+        # `test_settings_are_accepted_and_match_the_pod` checks the paths.
+        needed[volume["secret"]["secretName"]] = set()
+    assert needed.keys() == created.keys()
+    for name, keys in needed.items():
+        assert keys <= created[name]
+        assert created[name] <= known.get(name, created[name])
 
 
-def under(text: str, *keys: str) -> str:
-    """Returns the lines below nested keys of a YAML file, without the indent of the first line."""
-    for key in keys:
-        lines = iter(text.splitlines())
-        start = next(line for line in lines if line.removeprefix("- ") == f"{key}:")
-        indent = "  " if start.startswith("- ") else ""
-        found = []
-        for line in lines:
-            if line.strip() and not line.startswith((f"{indent}  ", f"{indent}- ")):
-                break
-            found.append(line)
-        text = dedent("\n".join(found))
-    return text
+@pytest.mark.parametrize("name", ["grafana/gradrule.json", *(f"kubernetes/components/{name}" for name in QUERIES)])
+def test_queries_name_documented_metrics(name: str) -> None:
+    """tests/cluster/test_monitoring.py parses the queries and asks a server."""
+    documented = set(re.findall(r"^\| `(gradrule_\w+)` \|", GUIDE.read_text(), re.MULTILINE))
+    histograms = {f"{metric}{suffix}" for metric in documented for suffix in ("_bucket", "_sum", "_count")}
+    named = set(re.findall(r"\b(gradrule_\w+)\{", (DEPLOY / name).read_text()))
+    assert named
+    assert named <= documented | histograms
 
 
-def test_yaml_reader_finds_nested_keys() -> None:
-    text = "a:\n  b:\n    c: 1\n    d:\n      - e\n  f:\n    c: 2\ng: 3"
-    assert under(text, "a", "b") == "c: 1\nd:\n  - e"
-    assert under(text, "a", "f") == "c: 2"
-    assert under(text, "a", "b", "d") == "- e"
-    with pytest.raises(StopIteration):
-        under(text, "b")
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads Compose's tag `!override`, which replaces a list instead of extending it."""
 
 
-def test_pod_is_hardened() -> None:
-    documents = (DEPLOY / "kubernetes.yaml").read_text().split("\n---\n")
-    deployment = next(text for text in documents if "\nkind: Deployment\n" in text)
-    pod = under(deployment, "spec", "template", "spec")
-    for line in ("automountServiceAccountToken: false", "enableServiceLinks: false", "restartPolicy: Always"):
-        assert re.search(rf"^{line}$", pod, re.MULTILINE), line
-    rights = under(pod, "securityContext")
-    assert "runAsNonRoot: true" in rights
-    assert "type: RuntimeDefault" in under(rights, "seccompProfile")
-    for word in ("hostNetwork", "hostPID", "hostIPC", "hostPath", "privileged", "hostPort"):
-        assert word not in deployment
-    container = dedent(re.sub(r"^- ", "  ", under(pod, "containers"), count=1, flags=re.MULTILINE))
-    rights = under(container, "securityContext")
-    assert "allowPrivilegeEscalation: false" in rights
-    assert "readOnlyRootFilesystem: true" in rights
-    assert "drop: [ALL]" in under(rights, "capabilities")
-    assert "add" not in under(rights, "capabilities")
-    assert "memory:" in under(container, "resources").partition("limits:")[2]
-    variables = dict(re.findall(r"\{ name: (GRADRULE_\w+), value: (.+) \}", container))
-    assert variables["GRADRULE_SANDBOX"] == '"on"'
-    assert {"GRADRULE_TLS_CERT", "GRADRULE_TLS_KEY", "GRADRULE_TOKENS"} < variables.keys()
-    # Probes detect a server that clients cannot reach.
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert under(container, probe)
-    # Files are written to a volume, or their size is limited.
-    assert "sizeLimit:" in under(pod, "volumes")
+class Override(list[Any]):
+    """A list that replaces the list of an earlier file."""
 
 
-def test_variables_of_the_example_service_are_ignored() -> None:
-    documents = (DEPLOY / "kubernetes.yaml").read_text().split("\n---\n")
-    service = next(text for text in documents if "\nkind: Service\n" in text)
-    assert "name: gradrule" in under(service, "metadata")
-    assert kubernetes_service_variables({"GRADRULE_SERVICE_HOST": "None", "GRADRULE_PORT": "tcp://10.0.0.1:8470"})
+_Loader.add_constructor("!override", lambda loader, node: Override(loader.construct_sequence(node, deep=True)))
 
 
-def test_composition_is_hardened() -> None:
-    base, tls = ((DEPLOY / name).read_text() for name in ("compose.yaml", "compose.tls.yaml"))
-    own, added = under(base, "services", "gradrule"), under(tls, "services", "gradrule")
-    assert "read_only: true" in own
-    assert "cap_drop: [ALL]" in own
-    assert "- no-new-privileges:true" in under(own, "security_opt")
+def merge(before: Any, after: Any) -> Any:
+    """Returns the merge of two Compose files: of mappings and lists, and of volumes by the path in the container."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        found = before | {key: merge(before[key], value) if key in before else value for key, value in after.items()}
+        if isinstance(found.get("volumes"), list):
+            found["volumes"] = list({target(volume): volume for volume in found["volumes"]}.values())
+        return found
+    if isinstance(before, list) and isinstance(after, list) and not isinstance(after, Override):
+        return [*before, *after]
+    return after
+
+
+def target(volume: str) -> str:
+    """Returns the path of a volume in the container."""
+    return volume.split(":")[1] if ":" in volume else volume
+
+
+@pytest.fixture(params=COMPOSITIONS)
+def composition(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """A name of `COMPOSITIONS`, and the merged files."""
+    files = [yaml.load((DEPLOY / name).read_text(), _Loader) for name in COMPOSITIONS[request.param]]
+    return request.param, reduce(merge, files)
+
+
+def test_files_are_merged_like_compose_does() -> None:
+    before = {"a": [1], "b": [1], "volumes": ["x:/p", "y:/q:ro"], "c": {"d": 1, "e": 1}}
+    after = yaml.load("{a: [2], b: !override [2], volumes: [/p], c: {d: 2}}", _Loader)
+    assert merge(before, after) == {"a": [1, 2], "b": [2], "volumes": ["/p", "y:/q:ro"], "c": {"d": 2, "e": 1}}
+
+
+def settings(composed: dict[str, Any]) -> Settings:
+    """Loads the settings as the server of the image does."""
+    command = json.loads((DEPLOY / "Dockerfile").read_text().splitlines()[-1].removeprefix("CMD "))
+    return Settings.load(command[1:], composed["services"]["gradrule"]["environment"])
+
+
+def test_compositions_are_complete(composition: tuple[str, dict[str, Any]]) -> None:
+    name, composed = composition
+    services = composed["services"]
+    for service in services.values():
+        assert set(service.get("depends_on", ())) <= services.keys()
+        volumes = [volume.split(":")[0] for volume in service.get("volumes", ()) if not volume.startswith((".", "/"))]
+        assert set(volumes) <= composed["volumes"].keys()
+        assert {config["source"] for config in service.get("configs", ())} <= composed.get("configs", {}).keys()
+        # Images of others have a version; ours is built.
+        assert service["image"] == "gradrule" or re.search(r":\d", service["image"])
+    own = services["gradrule"]
+    assert "/var/lib/gradrule" in map(target, own["volumes"])
+    published = {int(port.rpartition(":")[2]) for port in own["ports"]}
+    found = settings(composed)
+    assert published == {found.port, found.http_port} - ({found.http_port} if name == "tls" else set())
+
+
+def test_compositions_are_hardened(composition: tuple[str, dict[str, Any]]) -> None:
+    name, composed = composition
+    for service in composed["services"].values():
+        if service["image"] == "gradrule":
+            assert service["read_only"] is True
+            assert service["cap_drop"] == ["ALL"]
+            assert service["security_opt"] == ["no-new-privileges:true"]
+        assert not {"cap_add", "privileged", "network_mode", "pid", "ipc"} & service.keys()
+    own, found = composed["services"]["gradrule"], settings(composed)
     # The server is restarted after every exit code except 0.
-    assert "restart: unless-stopped" in own
-    for name in ("read_only", "cap_drop", "cap_add", "security_opt", "restart", "privileged", "network_mode", "pid"):
-        assert not re.search(rf"^{name}:", added, re.MULTILINE)
-    assert 'GRADRULE_SANDBOX: "on"' in under(added, "environment")
-    assert re.search(r"^mem_limit: ", added, re.MULTILINE)
-    assert re.search(r"^pids_limit: ", added, re.MULTILINE)
-    # Without credentials, only this machine may connect.
-    assert '- "127.0.0.1:' in under(own, "ports")
+    assert own["restart"] == "unless-stopped"
+    assert int(own["stop_grace_period"].removesuffix("s")) >= 2 * found.drain_s + 15
+    if found.is_open:
+        # Without credentials, only this machine may connect.
+        assert all(port.startswith("127.0.0.1:") for port in own["ports"])
+    else:
+        assert found.sandbox == "on"
+        assert {"mem_limit", "pids_limit"} <= own.keys()
+    assert found.is_open == (name != "tls")
+
+
+def test_replicas_share_no_volume() -> None:
+    composed = yaml.load((DEPLOY / "compose.ha.yaml").read_text(), _Loader)
+    own = composed["services"]["gradrule"]
+    replicas = own["deploy"]["replicas"]
+    assert replicas == 2
+    # An anonymous volume, and a range of ports with one for each.
+    assert own["volumes"] == ["/var/lib/gradrule"]
+    for port in own["ports"]:
+        first, last = map(int, port.split(":")[1].split("-"))
+        assert last - first + 1 == replicas
+    (identity,) = json.loads(composed["configs"]["s3"]["content"])["identities"]
+    (key,) = identity["credentials"]
+    for service in ("gradrule", "bucket"):
+        variables = composed["services"][service]["environment"]
+        given = variables["AWS_ACCESS_KEY_ID"], variables["AWS_SECRET_ACCESS_KEY"]
+        assert given == (key["accessKey"], key["secretKey"])
+    # The program that creates the bucket.
+    compile(composed["services"]["bucket"]["entrypoint"][-1], "bucket", "exec")
+    database = composed["services"]["postgres"]["environment"]
+    assert own["environment"]["GRADRULE_REGISTRY"] == (
+        f"postgresql://{database['POSTGRES_USER']}:{database['POSTGRES_PASSWORD']}@postgres:5432/gradrule"
+    )
 
 
 def test_guides_command_for_strangers_sets_the_same() -> None:

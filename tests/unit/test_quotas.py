@@ -40,7 +40,7 @@ def test_error_names_server_setting_if_both_quotas_are_full() -> None:
 def test_initial_usage_counts_once() -> None:
     server = Quota(10, "rules", "--max-rules", used=4)
     one = Quota(5, "rules", "--tenant-rules", within=server)
-    one.add_initial_usage(4)
+    one.set_used(4)
     assert (one.used, server.used, one.available) == (4, 4, 1)
 
 

@@ -22,6 +22,9 @@ OTHER_VALUES: dict[str, Any] = {
     "port": 0,
     "device": "gpu:1",
     "data_dir": Path("/srv/rules"),
+    "registry": "postgresql://gradrule@database/rules",
+    "blobs": "s3://weights/team",
+    "blob_cache_bytes": 8192,
     "http_port": 0,
     "http_allowed_hosts": "gradrule.example.org",
     "max_message_bytes": 2048,
@@ -283,3 +286,28 @@ def test_max_engines_must_exceed_engines() -> None:
         (["--max-engines", "0"], "from 2"),
     ):
         assert said in refused(flags, {})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:hun/ter@host/rules",
+        "postgresql://me:hun@ter@host/rules",
+        "postgresql://me:hun#ter@host/rules",
+        "postgresql://me:hunter@host:port/rules",
+        "mysql://me:hunter@host/rules",
+        "hunter",
+    ],
+)
+def test_invalid_registry_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"--registry: .*expected postgresql://USER@HOST") as refusal:
+        Settings.load(["--registry", url], {})
+    assert not any(part in str(refusal.value) for part in ("hun", "ter@"))
+
+
+def test_printed_settings_hold_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    url = "postgresql://me:hunter@one:1,two:2/rules?password=hunter&sslmode=require"
+    with pytest.raises(SystemExit):
+        Settings.load(["--registry", url, "--print-config"], {})
+    assert 'registry = "postgresql://me@one:1,two:2/rules"' in capsys.readouterr().out
+    assert "hunter" not in repr(Settings.load(["--registry", url], {}))

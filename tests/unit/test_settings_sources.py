@@ -208,7 +208,7 @@ def test_help_shows_common_flags_first_and_each_setting_once(capsys: pytest.Capt
     ]  # fmt: skip
     assert sorted(listed) == sorted([*map(flag_name, Settings.model_fields), "--for", "--config", "--print-config"])
     titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    assert titles == ["Common flags", *(group.title for group in GROUPS if group.title != "Storage"), "Other"]
+    assert titles == ["Common flags", *(group.title for group in GROUPS), "Other"]
     assert titles[-2] == "Tenant limits"
 
 

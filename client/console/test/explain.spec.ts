@@ -2,6 +2,7 @@ import { join } from "node:path";
 import { pathToFileURL } from "node:url";
 import { expect, type Page, test } from "@playwright/test";
 import { writePages } from "./explain_pages";
+import { accessibilityProblems } from "./fixtures";
 
 // The page of `gradrule explain --html`, opened as a file.
 let folder: string;
@@ -54,6 +55,7 @@ test("a click on a node shows its rule and why", async ({ page }) => {
   for (const text of ["guided_relu", "Relu", "off path", "not on the path"])
     await expect(details(page)).toContainText(text);
   await box(page, "y").click();
+  await expect(page.locator('.edge.near[marker-end="url(#gv-near)"]')).toHaveCount(2);
   await expect(details(page)).toContainText("its own");
   await expect(details(page)).not.toContainText("guided_relu");
   await page.getByRole("button", { name: "Close details" }).click();
@@ -126,6 +128,15 @@ test("the legend leads to the nodes of a rule", async ({ page }) => {
   for (const text of ["Sign", "ste_sign", "active", "body"]) await expect(details(page)).toContainText(text);
 });
 
+test("the legend explains the lines of this graph only", async ({ page }) => {
+  const legend = page.getByRole("complementary", { name: "Legend" });
+  await open(page, "nested");
+  for (const text of ["off the path", "not differentiable"]) await expect(legend).toContainText(text);
+  await open(page, "layered");
+  await expect(legend).toContainText("not on the path");
+  for (const text of ["off the path", "not differentiable"]) await expect(legend).not.toContainText(text);
+});
+
 test("rules differ by letters and by colours", async ({ page }) => {
   await page.setViewportSize({ width: 1900, height: 1200 });
   await open(page, "nested");
@@ -159,7 +170,7 @@ test("the wheel zooms at the pointer, dragging moves, Fit shows everything", asy
   const moved = (await y.boundingBox())!;
   expect(moved.x - after.x).toBeCloseTo(-50, 0);
   expect(moved.y - after.y).toBeCloseTo(-30, 0);
-  await page.getByRole("button", { name: "Show the whole graph (0)" }).click();
+  await page.getByRole("button", { name: "Fit the whole graph (0)" }).click();
   expect(await scale(page)).toBeLessThanOrEqual(1);
 });
 
@@ -189,6 +200,12 @@ for (const scheme of ["light", "dark"] as const) {
     await page.setViewportSize({ width: 390, height: 844 });
     await open(page, "layered");
     expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(390);
+    expect(await accessibilityProblems(page)).toEqual([]);
+    const tops = await page
+      .locator(".gv-bar > :is(input, button)")
+      .evaluateAll((all) => all.map((each) => Math.round(each.getBoundingClientRect().top)));
+    // Search in one row, all else in another.
+    expect(new Set(tops).size).toBe(2);
     const dark = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
     expect(dark).toBe(scheme === "dark" ? "rgb(16, 20, 24)" : "rgb(247, 248, 250)");
     await page.locator("[data-box].leaf").first().click();

@@ -1,7 +1,14 @@
 import { expect, test } from "@playwright/test";
 import { fitted, neighbour, opening, revealed, zoomed } from "../src/graphs/view/camera";
 import { type GraphData, search, Tree } from "../src/graphs/view/graph_data";
-import { initiallyOpen, layoutGraph, type Layout, MAX_BOXES, type Rect } from "../src/graphs/view/graph_layout";
+import {
+  initiallyOpen,
+  layoutGraph,
+  type Layout,
+  MAX_BOXES,
+  type Rect,
+  type Route,
+} from "../src/graphs/view/graph_layout";
 import { readGraph, writePages } from "./explain_pages";
 
 const measure = (text: string, size: number) => text.length * size * 0.6;
@@ -26,6 +33,20 @@ function outerScopes(tree: Tree, most: number): Set<number> {
   return opened;
 }
 
+/** Returns points on the curve of an edge, close to each other. */
+function along({ points }: Route): { x: number; y: number }[] {
+  return points.slice(1).flatMap((to, index) => {
+    const from = points[index]!;
+    return Array.from({ length: 101 }, (_, step) => {
+      const t = step / 100;
+      // A cubic curve that is vertical at both ends, as `pathOf` draws it.
+      const share = t * t * (3 - 2 * t);
+      const half = 1.5 * t * (1 - t) + t ** 3;
+      return { x: from.x + share * (to.x - from.x), y: from.y + half * (to.y - from.y) };
+    });
+  });
+}
+
 const inside = (inner: Rect, outer: Rect) =>
   inner.x >= outer.x - 0.01 &&
   inner.y >= outer.y - 0.01 &&
@@ -41,10 +62,12 @@ function expectTidy(tree: Tree, layout: Layout): void {
   for (const at of layout.boxes) {
     const outer = rects.get(tree.parents[at.box]!);
     if (outer) expect(inside(at, { ...outer, y: outer.y + 20, h: outer.h - 20 })).toBe(true);
-    for (const other of layout.boxes) {
-      const nested = tree.around(at.box).includes(other.box) || tree.around(other.box).includes(at.box);
-      if (at.box < other.box && !nested) expect(overlap(at, other), `${at.label} and ${other.label}`).toBe(false);
-    }
+    const isNested = (one: number, other: number) => tree.around(one).includes(other);
+    const covered = layout.boxes.filter(
+      (other) =>
+        at.box < other.box && overlap(at, other) && !isNested(at.box, other.box) && !isNested(other.box, at.box),
+    );
+    expect(covered, at.label).toEqual([]);
   }
   for (const { source, target, points } of layout.routes) {
     const [from, to] = [rects.get(source)!, rects.get(target)!];
@@ -52,11 +75,7 @@ function expectTidy(tree: Tree, layout: Layout): void {
     expect(points[0]!.x).toBeLessThanOrEqual(from.x + from.w);
     expect([from.y, from.y + from.h]).toContainEqual(points[0]!.y);
     expect([to.y, to.y + to.h]).toContainEqual(points.at(-1)!.y);
-    for (const { x, y } of points) {
-      expect(x).toBeGreaterThanOrEqual(0);
-      expect(x).toBeLessThanOrEqual(layout.width);
-      expect(y).toBeLessThanOrEqual(layout.height);
-    }
+    expect(points.filter(({ x, y }) => !(x >= 0 && x <= layout.width && y <= layout.height))).toEqual([]);
   }
 }
 
@@ -108,6 +127,48 @@ test("an edge between folded scopes stands for all edges between their nodes", (
     ].sort(),
   );
   expect(routes.filter(({ onPath }) => onPath).map(({ source }) => title(source))).toContain("loop");
+});
+
+test("texts of edges are beside their edge, inside their scope, and cover no box", () => {
+  for (const name of ["nested", "layered"]) {
+    const tree = new Tree(readGraph(folder, name), true);
+    // Every edge gets a text: shapes differ from graph to graph.
+    tree.graph.edges.forEach((edge) => (edge[3] = 0));
+    tree.graph.texts[0] = "float32 [?, 224, 224, 3]";
+    const { boxes, routes, width } = layoutGraph(tree, outerScopes(tree, 60), measure);
+    const texts = routes.filter(({ text }) => text);
+    expect(texts.length).toBeGreaterThan(8);
+    for (const route of texts) {
+      const [w, h] = [measure(route.text, 12), 12];
+      const at = { x: route.at.x - w / 2, y: route.at.y - h / 2, w, h };
+      expect(at.x + w).toBeLessThanOrEqual(width);
+      expect(boxes.filter((box) => !box.open && overlap(at, box))).toEqual([]);
+      const drawn = along(route);
+      expect(drawn.filter(({ x, y }) => overlap(at, { x, y, w: 0, h: 0 }))).toEqual([]);
+      expect(drawn.some(({ x, y }) => Math.abs(y - route.at.y) < 4 && at.x - x < 12)).toBe(true);
+    }
+  }
+});
+
+test("no edge that enters an open scope at its top crosses the scope's label", () => {
+  let entering = 0;
+  for (const name of ["nested", "layered"]) {
+    const tree = new Tree(readGraph(folder, name), true);
+    const { boxes, routes } = layoutGraph(tree, outerScopes(tree, 60), measure);
+    for (const scope of boxes.filter(({ open }) => open)) {
+      const start = scope.x + scope.labelAt;
+      const end = start + measure(`▾ ${scope.label}`, 13);
+      expect(end).toBeLessThanOrEqual(scope.x + scope.w);
+      const isAtTop = ({ x, y }: { x: number; y: number }) => y === scope.y && x >= scope.x && x <= scope.x + scope.w;
+      const entries = routes.flatMap(({ points }) => points.filter(isAtTop));
+      entering += entries.length;
+      expect(
+        entries.filter(({ x }) => x > start - 4 && x < end + 4),
+        scope.label,
+      ).toEqual([]);
+    }
+  }
+  expect(entering).toBeGreaterThan(6);
 });
 
 test("shapes are on the edges of which they are known", () => {

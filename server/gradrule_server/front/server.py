@@ -281,10 +281,14 @@ class GrpcServer:
         """Whether the health status of `GradientService` is SERVING."""
         return self._health.is_serving(GRADIENT_SERVICE)
 
+    def end_health(self) -> None:
+        """Reports NOT_SERVING permanently, for all services."""
+        self._health.end()
+
     async def drain(self, seconds: float) -> None:
         """Reports NOT_SERVING, waits at most `seconds` for running calls, and stops."""
         self._is_draining = True
-        self._health.end()
+        self.end_health()
         # In a separate task: gRPC's coroutine clears `sys.exc_info()`, which the caller may be handling.
         await asyncio.create_task(self._server.stop(seconds), name="grpc-stop")
         await self._watch.stop()

@@ -80,12 +80,15 @@ class RuleServicer:
         return rule_pb2.CreateRuleResponse(rule=rule_message(entry))
 
     async def get(self, call: Call[rule_pb2.GetRuleRequest]) -> rule_pb2.GetRuleResponse:
-        return rule_pb2.GetRuleResponse(rule=rule_message(call.tenant.rules.get(call.request.name)))
+        rules, name = call.tenant.rules, call.request.name
+        found = await asyncio.to_thread(rules.get, name) if rules.is_shared else rules.get(name)
+        return rule_pb2.GetRuleResponse(rule=rule_message(found))
 
     async def list(self, call: Call[rule_pb2.ListRulesRequest]) -> rule_pb2.ListRulesResponse:
         request = call.request
 
         def page() -> rule_pb2.ListRulesResponse:
+            call.tenant.rules.refresh()
             entries, token = call.tenant.rules.list(request.kind, request.page_size, request.page_token)
             return rule_pb2.ListRulesResponse(rules=map(rule_message, entries), next_page_token=token)
 
@@ -233,10 +236,10 @@ class BlobServicer:
                         field="sha256",
                     )
                 await asyncio.to_thread(upload.write, message.data)
-            size = await asyncio.to_thread(upload.finish)
+            size = await call.tenant.blobs.in_thread(upload.finish)
         finally:
             # Where the caller has given up a thread may still write; `close` waits for it.
-            await asyncio.shield(asyncio.to_thread(upload.close))
+            await asyncio.shield(call.tenant.blobs.in_thread(upload.close))
         return blob_pb2.UploadBlobResponse(sha256=name, size_bytes=size)
 
 

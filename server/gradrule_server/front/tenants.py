@@ -6,9 +6,10 @@ Each tenant has its own rules, programs, blobs, handles, sessions and quotas. Wh
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
@@ -22,6 +23,7 @@ from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.session_limits import SessionManager
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.database import Change
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.rules import RuleRegistry
@@ -106,35 +108,87 @@ class Tenant:
 class Tenants:
     """The loaded tenants. Belongs to one event loop; loads tenants in threads.
 
-    Its construction reads the disk.
+    Applies what other servers write to their common database. Its construction reads the disk.
     """
 
     def __init__(self, shared: SharedResources, read_only: ReadOnlyRules) -> None:
         self._shared = shared
         self._read_only = read_only
-        rules, programs = shared.store.counts()
-        used = {"rules": rules, "programs": programs, "registry_bytes": shared.store.kept_bytes()}
-        # Clients know LIMIT_EXCEEDED for the number of rules and programs, which were limited before there were quotas.
-        self._quotas = {
-            resource.name: Quota(
-                shared.server[resource.name],
-                resource.what,
-                _flag("max", resource.name),
-                used=used.get(resource.name, 0),
-                reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
-                if resource.name in ("rules", "programs")
-                else errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-            )
-            for resource in QUOTA_RESOURCES
-        }
         self._pins = PinnedBlobs(shared.store, shared.blobs)
         self._tenants: dict[str, Tenant] = {}
         self._idle: OrderedDict[str, Tenant] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Tenant]] = {}
         self._slots = asyncio.Semaphore(_MAX_LOADING)
         self._trimmed_at = 0.0
-        self.default = self._tenants[DEFAULT_TENANT] = self._create(DEFAULT_TENANT)
+        self._loop = asyncio.get_running_loop() if shared.store.is_shared else None
+        # The tenants to which changes of other servers apply; used while no other change is applied.
+        self._followed: dict[str, Tenant] = {}
+        self._quotas: dict[str, Quota] = {}
+        shared.store.consistently(self._start)
+        self.default = self._tenants[DEFAULT_TENANT]
         """The tenant of callers without credentials. Always loaded."""
+
+    def _start(self) -> None:
+        shared = self._shared
+        # Clients know LIMIT_EXCEEDED for the number of rules and programs, which were limited before there were quotas.
+        self._quotas = {
+            resource.name: Quota(
+                shared.server[resource.name],
+                resource.what,
+                _flag("max", resource.name),
+                reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
+                if resource.name in ("rules", "programs")
+                else errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+            )
+            for resource in QUOTA_RESOURCES
+        }
+        self._count_again()
+        if shared.store.is_shared:
+            self._pins.reload()
+        self._tenants[DEFAULT_TENANT] = self._create(DEFAULT_TENANT)
+        shared.store.follow(self)
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        """Applies what other servers have written, see `database.Follower`."""
+        for name in {change.tenant for change in changes}:
+            rules, programs = (
+                {change.name for change in changes if (change.tenant, change.kind) == (name, kind)}
+                for kind in ("rule", "program")
+            )
+            self._pins.apply(name, programs)
+            tenant = self._followed.get(name)
+            if tenant is not None:
+                tenant.rules.apply(rules)
+                tenant.programs.apply(programs)
+        for change in changes:
+            tenant = self._followed.get(change.tenant)
+            quotas = self._quotas if tenant is None else tenant.quotas
+            quotas["rules" if change.kind == "rule" else "programs"].adjust(change.count)
+            quotas["registry_bytes"].adjust(change.size)
+
+    def reload(self) -> None:
+        """Reads again what is stored, see `database.Follower`."""
+        self._count_again()
+        self._pins.reload()
+        for tenant in list(self._followed.values()):
+            tenant.rules.reload()
+            tenant.programs.reload()
+            self._count_tenant(tenant.name, tenant.rules, tenant.programs, tenant.quotas)
+
+    def _count_again(self) -> None:
+        """Counts what all tenants have stored."""
+        rules, programs = self._shared.store.counts()
+        self._quotas["rules"].set_used(rules)
+        self._quotas["programs"].set_used(programs)
+        self._quotas["registry_bytes"].set_used(self._shared.store.kept_bytes())
+
+    def _count_tenant(
+        self, name: str, rules: RuleRegistry, programs: ProgramRegistry, quotas: Mapping[str, Quota]
+    ) -> None:
+        """Counts what a tenant has stored. The quotas of the server count it already."""
+        quotas["rules"].set_used(len(rules))
+        quotas["programs"].set_used(len(programs))
+        quotas["registry_bytes"].set_used(self._shared.store.kept_bytes(name))
 
     def status(self) -> list[TenantUsage]:
         """Returns what the loaded tenants use, ordered by name."""
@@ -194,7 +248,7 @@ class Tenants:
     async def _load(self, name: str) -> Tenant:
         async with self._slots:
             read_only = self._read_only
-            tenant = await asyncio.to_thread(self._create, name)
+            tenant = await asyncio.to_thread(self._shared.store.consistently, functools.partial(self._create, name))
         if read_only is not self._read_only:
             tenant.rules.set_read_only(self._read_only)
         self._tenants[name] = tenant
@@ -230,10 +284,7 @@ class Tenants:
             bytes_quota=quotas["registry_bytes"],
             pins=self._pins,
         )
-        # The quotas of the server count these already.
-        quotas["rules"].add_initial_usage(len(rules))
-        quotas["programs"].add_initial_usage(len(programs))
-        quotas["registry_bytes"].add_initial_usage(shared.store.kept_bytes(name))
+        self._count_tenant(name, rules, programs, quotas)
         program_service = ProgramService(
             rules,
             programs,
@@ -256,7 +307,11 @@ class Tenants:
         sessions = SessionManager(
             program_service, blobs, shared.limits, quota=quotas["sessions"], bytes_quota=quotas["session_bytes"]
         )
-        return Tenant(name, rules, programs, blobs, program_service, handles, sessions, quotas)
+        tenant = Tenant(name, rules, programs, blobs, program_service, handles, sessions, quotas)
+        if self._loop is not None:
+            programs.on_changed = functools.partial(_call_on_loop, self._loop, program_service.stored.forget)
+            self._followed[name] = tenant
+        return tenant
 
     def _trim(self) -> None:
         """Unloads idle tenants, and the oldest programs of the largest cache while all caches take too much memory."""
@@ -267,6 +322,7 @@ class Tenants:
             if now - tenant.idle_since < _IDLE_S:
                 break
             del self._idle[name], self._tenants[name]
+            self._followed.pop(name, None)
             tenant.blobs.forget_limits()
         caches = [tenant.program_service.cache for tenant in self._tenants.values()]
         # One program may be of any size.
@@ -275,6 +331,10 @@ class Tenants:
             and sum(len(cache) for cache in caches) > 1
         ):
             max(caches, key=lambda cache: cache.held_bytes).drop_oldest()
+
+
+def _call_on_loop(loop: asyncio.AbstractEventLoop, forget: Callable[[str], None], name: str) -> None:
+    loop.call_soon_threadsafe(forget, name)
 
 
 def _flag(scope: str, resource: str) -> str:

@@ -100,7 +100,7 @@ class MonitoringPort:
         if path == "/readyz":
             if self._is_ready():
                 return _response("200 OK", _TEXT, b"ok\n")
-            return _response("503 Service Unavailable", _TEXT, b"no engine is ready, or the server drains\n")
+            return _response("503 Service Unavailable", _TEXT, b"the server starts or drains, or no engine is ready\n")
         if path != "/metrics":
             return _response("404 Not Found", _TEXT, _PATHS)
         accept = next((line.partition(":")[2].strip() for line in lines if line.lower().startswith("accept:")), "")

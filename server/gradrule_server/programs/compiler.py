@@ -216,16 +216,15 @@ class Compiler:
         """Returns what an engine needs to load a prepared program."""
         prepared = answer.message
         blobs, folder = tuple(prepared.blobs), self._blobs.folder_name
-        if not self._blobs.are_verified(blobs):
-            # Verifying takes long.
-            await asyncio.to_thread(self._blobs.verify, blobs)
+        async with self._blobs.acquired(blobs):
+            sizes = tuple(self._blobs.size(name) for name in blobs)
         return Loadable(
             # Tenants do not share programs: the speed of a call would tell what other tenants run.
             f"{prepared.key}@{folder}" if folder else prepared.key,
             answer.compile_request,
             blobs,
             prepared.nodes,
-            tuple(self._blobs.size(name) for name in blobs),
+            sizes,
             prepared.likeness,
             prepared.derivative,
             self._blobs,
@@ -252,7 +251,7 @@ class Compiler:
             )
 
         async def load(engine: Engine | None) -> bytes:
-            with self._loaded.hold(
+            async with self._loaded.hold_with_blobs(
                 loadable, engine, recovery.ends_at, recovery.load_recorder(loadable.workload)
             ) as held:
                 try:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.pool import EnginePool
@@ -92,6 +93,25 @@ class LoadedPrograms:
             GradruleError: BLOB_NOT_FOUND, ENGINE_UNAVAILABLE.
         """
         with self._engine_cache(engine or self._best(program)).hold(program, ends_at, recorder) as load:
+            yield load
+
+    @contextlib.asynccontextmanager
+    async def hold_with_blobs(
+        self,
+        program: Loadable,
+        engine: Engine | None = None,
+        ends_at: float = 0.0,
+        recorder: OutcomeRecorder | None = None,
+    ) -> AsyncIterator[Load]:
+        """Loads a program as `hold` does; fetches its blobs first if they are no longer on the disk."""
+        with contextlib.ExitStack() as stack:
+            try:
+                load = stack.enter_context(self.hold(program, engine, ends_at, recorder))
+            except GradruleError as cause:
+                if cause.reason != errors_pb2.ERROR_REASON_BLOB_NOT_FOUND:
+                    raise
+                async with (program.store or self._blobs).acquired(program.blobs):
+                    load = stack.enter_context(self.hold(program, engine, ends_at, recorder))
             yield load
 
     def find_loaded(self, program: Loadable) -> Load | None:

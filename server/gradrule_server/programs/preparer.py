@@ -13,7 +13,6 @@ import itertools
 import logging
 import math
 import struct
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -66,6 +65,12 @@ class RegistryLookup:
     def __init__(self, registry: RuleRegistry) -> None:
         self._registry = registry
         self._found: dict[str, RuleEntry | None] = {}
+        self._is_fresh: bool | None = None if registry.is_shared else True
+
+    async def refresh(self) -> None:
+        """Applies once what other servers have written before this task; rules in memory stay usable if that fails."""
+        if self._is_fresh is None:
+            self._is_fresh = await asyncio.to_thread(self._registry.refresh)
 
     def find(self, names: Iterable[str]) -> list[rule_pb2.Rule]:
         """Returns the rules of these names, without names that no rule has; each rule's alias is the requested name.
@@ -84,8 +89,8 @@ class RegistryLookup:
         return found
 
     def unknown(self, name: str) -> GradruleError:
-        """Returns UNKNOWN_RULE for a name, with similar names."""
-        return self._registry.unknown(name)
+        """Returns UNKNOWN_RULE for a name, with similar names; UNAVAILABLE if another server may have the rule."""
+        return self._registry.unknown(name, is_fresh=self._is_fresh is True)
 
     def snapshot(self, names: Iterable[str]) -> bytes:
         """Returns those of the named rules that `find` has found, as bytes that are stored with a program."""
@@ -297,7 +302,6 @@ class _WorkerQuestions:
         self._explained = 0
         self.bytes_left = _MAX_TOTAL_BYTES
         """Bytes of questions that the worker may still send."""
-        self._lock = threading.Lock()
         self._pinned: set[str] = set()
         self._is_closed = False
         self._answering: set[asyncio.Task[None]] = set()
@@ -313,9 +317,10 @@ class _WorkerQuestions:
         task.add_done_callback(self._answering.discard)
 
     def close(self) -> None:
-        """Unpins the blobs, which stay until the task has ended."""
-        with self._lock:
-            self._is_closed = True
+        """Unpins the blobs, which stay until the task has ended; cancels answers that wait for blobs."""
+        self._is_closed = True
+        for task in self._answering:
+            task.cancel()
         for name in self._pinned:
             self._blobs.unpin([name])
 
@@ -334,16 +339,17 @@ class _WorkerQuestions:
     async def _find_answer(self, question: link_pb2.Question) -> link_pb2.Answer:
         match question.WhichOneof("question"):
             case "rules" if self._rules is not None:
+                await self._rules.refresh()
                 return link_pb2.Answer(rules=self._rules.find(question.rules.names))
             case "unknown_rule" if self._rules is not None and self._explained < _MAX_EXPLAINED_NAMES:
                 self._explained += 1
                 unknown = await asyncio.to_thread(self._rules.unknown, question.unknown_rule)
                 return link_pb2.Answer(fault=fault_message(unknown))
             case "blob_sizes":
-                return link_pb2.Answer(sizes=await asyncio.to_thread(self._sizes, list(question.blob_sizes.names)))
+                names = list(question.blob_sizes.names)
+                return link_pb2.Answer(sizes=await asyncio.to_thread(self._blobs.sizes, names))
             case "blob":
-                # Pinning may verify the hash, which takes long.
-                await asyncio.to_thread(self._pin, question.blob)
+                await self._pin(question.blob)
                 return link_pb2.Answer()
             case "spec_digest" if self._is_known is not None and len(question.spec_digest) == _DIGEST_BYTES:
                 self.has_reported_known = self._is_known(question.spec_digest)
@@ -351,17 +357,12 @@ class _WorkerQuestions:
             case kind:
                 raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked an unexpected question: {kind}")
 
-    def _pin(self, name: str) -> None:
-        self._blobs.pin([name])
-        with self._lock:
-            if not self._is_closed and name not in self._pinned:
-                self._pinned.add(name)
-                return
-        self._blobs.unpin([name])
-
-    def _sizes(self, names: list[str]) -> list[int]:
-        missing = set(self._blobs.missing(names))
-        return [-1 if name in missing else self._blobs.size(name) for name in names]
+    async def _pin(self, name: str) -> None:
+        await self._blobs.acquire([name])
+        if self._is_closed or name in self._pinned:
+            self._blobs.unpin([name])
+        else:
+            self._pinned.add(name)
 
 
 def _message(requested_name: str, entry: RuleEntry, *, is_complete: bool) -> rule_pb2.Rule:

@@ -256,7 +256,7 @@ class ProgramRunner:
             if lost is not None:
                 before, lost = lost, None
                 raise before
-            with self._loaded.hold(program.loadable, engine, limit.latest, recorder) as load:
+            async with self._loaded.hold_with_blobs(program.loadable, engine, limit.latest, recorder) as load:
                 is_loaded_now = not load.is_done
                 if is_loaded_now:
                     with timing_compilation(), limit.paused():
@@ -277,13 +277,8 @@ class ProgramRunner:
                     raise
                 return answer, queued_ns, is_loaded_now, process
 
-        blobs = _value_blobs(request)
-        if not self._blobs.are_verified(blobs):
-            # Verifying takes long, and must not block the event loop.
-            await asyncio.to_thread(self._blobs.verify, blobs)
-        with self._blobs.pinned(blobs):
-            async with limit:
-                answer, queued_ns, is_loaded_now, process = await recovery.run(workload, attempt, undo=mode.undo)
+        async with self._blobs.acquired(_value_blobs(request)), limit:
+            answer, queued_ns, is_loaded_now, process = await recovery.run(workload, attempt, undo=mode.undo)
         record_run(answer, queued_ns)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Collection, Sequence
 
@@ -58,9 +59,12 @@ class SessionVariables:
             if (names is None or item.names[0] in names) and item.differentiable
         )
 
-    def check_values(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
-        """Checks values against their variables. Raises `GradruleError` with all findings. Blocks."""
-        self._blobs.verify([item.value.blob.sha256 for item in given if item.value.HasField("blob")])
+    async def check_values(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
+        """Checks values against their variables. Raises `GradruleError` with all findings."""
+        async with self._blobs.acquired([item.value.blob.sha256 for item in given if item.value.HasField("blob")]):
+            return await asyncio.to_thread(self._check_values, given, field)
+
+    def _check_values(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
         by_name = {item.names[0]: item for item in self.items}
         findings: list[Finding] = []
         bound: dict[str, link_pb2.BoundVariable] = {}
@@ -79,9 +83,13 @@ class SessionVariables:
             raise GradruleError(findings)
         return list(bound.values())
 
-    def check_slots(self, state: session_pb2.OptimizerState, field: str) -> list[link_pb2.BoundVariable]:
-        """Checks the values of an optimizer's slots; the engine checks names and shapes. Blocks."""
-        self._blobs.verify([item.value.blob.sha256 for item in state.slots if item.value.HasField("blob")])
+    async def check_slots(self, state: session_pb2.OptimizerState, field: str) -> list[link_pb2.BoundVariable]:
+        """Checks the values of an optimizer's slots; the engine checks names and shapes."""
+        blobs = [item.value.blob.sha256 for item in state.slots if item.value.HasField("blob")]
+        async with self._blobs.acquired(blobs):
+            return await asyncio.to_thread(self._check_slots, state, field)
+
+    def _check_slots(self, state: session_pb2.OptimizerState, field: str) -> list[link_pb2.BoundVariable]:
         findings: list[Finding] = []
         bound = []
         for number, item in enumerate(state.slots):

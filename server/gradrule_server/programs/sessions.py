@@ -71,11 +71,11 @@ class Session:
         blob = blob_name(request.graph)
         if blob:
             # Each kind of step compiles the graph again.
-            await asyncio.to_thread(self._manager.blobs.verify, [blob])
-            self._pinned_blobs.enter_context(self._manager.blobs.pinned([blob]))
+            await self._manager.blobs.acquire([blob])
+            self._pinned_blobs.callback(self._manager.blobs.unpin, [blob])
         found = await self._manager.program_service.preparer.variables(self._graph, ends_at)
         self._variables = SessionVariables(found, self._manager.blobs, self._manager.limits)
-        given = await asyncio.to_thread(self._variables.check_values, request.variables, "start.variables")
+        given = await self._variables.check_values(request.variables, "start.variables")
         self._name = self._manager.open()
         engine = await self._manager.program_service.pool.session_engine(self._manager.program_service.owner)
         self._process = ProcessRef(engine, engine.generation)
@@ -250,9 +250,7 @@ class Session:
 
     async def assign(self, request: session_pb2.AssignRequest, ends_at: float) -> session_pb2.AssignResponse:
         """Sets values of variables, all or none."""
-        await self._assign(
-            await asyncio.to_thread(self._variables.check_values, request.variables, "assign.variables"), ends_at
-        )
+        await self._assign(await self._variables.check_values(request.variables, "assign.variables"), ends_at)
         return session_pb2.AssignResponse()
 
     async def _watch(self, engine: Engine) -> None:
@@ -368,7 +366,7 @@ class Session:
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
-        with self._manager.blobs.pinned(held):
+        async with self._manager.blobs.acquired(held):
             growth = self._variables.known_bytes({item.spec.name for item in given})
             async with self._reporting_loss():
                 return await self._send(session_assign(given, opens=opens), growth, ends_at)
@@ -379,9 +377,9 @@ class Session:
         names = [
             self._variables.find(name, f"{field}.variables[{number}]") for number, name in enumerate(state.variables)
         ]
-        slots = await asyncio.to_thread(self._variables.check_slots, state, field)
+        slots = await self._variables.check_slots(state, field)
         held = [item.value.blob.sha256 for item in slots if item.value.HasField("blob")]
-        with self._manager.blobs.pinned(held):
+        async with self._manager.blobs.acquired(held):
             growth = _MAX_SLOTS * self._variables.known_bytes(set(names))
             async with self._reporting_loss():
                 reply = await self._send(session_restore(state, names, slots), growth, ends_at)

@@ -37,17 +37,21 @@ class StoredPrograms:
         lookup = RegistryLookup(self._rules)
         program, parts = await self._compiler.compile_to_store(spec, _BASE, lookup, recovery)
 
+        # In a thread, since it may hold a large graph.
+        source = await asyncio.to_thread(program_pb2.ProgramSpec.FromString, parts.spec)
+
         def store() -> StoredProgram:
             return self._programs.create(
                 program_id or None,
-                program_pb2.ProgramSpec.FromString(parts.spec),
+                source,
                 lookup.snapshot(parts.rule_names),
                 program.compiled.message,
                 parts.override_values,
             )
 
         with self._deleted_names.watch() as deleted:
-            stored = await asyncio.to_thread(store)
+            async with self._programs.acquired_blobs(source):
+                stored = await asyncio.to_thread(store)
             if stored.program.name not in deleted:
                 self._cache.put(StoredKey(stored.program.name, _BASE), program)
         return stored.program
@@ -88,8 +92,12 @@ class StoredPrograms:
     async def _delete(self, name: str) -> None:
         full = _full_name(name)
         await asyncio.to_thread(self._programs.delete, full)
-        self._deleted_names.add(full)
-        self._cache.remove_stored(full)
+        self.forget(full)
+
+    def forget(self, name: str) -> None:
+        """Drops a program from the cache that this or another server has deleted or replaced. `name`: full name."""
+        self._deleted_names.add(name)
+        self._cache.remove_stored(name)
 
     def _content(self, stored: StoredProgram) -> tuple[bytes, bytes]:
         spec, snapshot = self._programs.content(stored)

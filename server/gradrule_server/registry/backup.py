@@ -32,10 +32,10 @@ from gradrule_server.registry.data_folder import (
     find_logs,
     sync_to_disk,
 )
-from gradrule_server.registry.database import decode_text
 from gradrule_server.registry.programs import read_spec, read_summary, variable_blobs
 from gradrule_server.registry.rule_entries import read_rule
 from gradrule_server.registry.schema import SCHEMA_VERSION, add_current_views, copy_database
+from gradrule_server.registry.sqlite_database import decode_text
 from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
 
 MANIFEST = "backup.json"

@@ -79,9 +79,11 @@ class TenantBlobs:
 class BlobIndex:
     """The blobs of all tenants, by the name of the tenant's folder. Callers hold `lock` during each method."""
 
-    def __init__(self, folder: Path, limit: BlobAmount) -> None:
+    def __init__(self, folder: Path, limit: BlobAmount, bytes_setting: str = "--max-blob-bytes") -> None:
         self.folder = folder
         self.limit = limit
+        self.bytes_setting = bytes_setting
+        """The setting that limits the bytes of all tenants."""
         self.lock = threading.Lock()
         self.used = BlobAmount()
         self.tenants: dict[str, TenantBlobs] = {"": TenantBlobs()}
@@ -108,7 +110,7 @@ class BlobIndex:
             self.remove(folder, removable)
         wanted = own.used.plus(size, count)
         if wanted.exceeds(limit):
-            raise _quota_exceeded("one tenant may have", wanted, limit, self.limit)
+            raise quota_exceeded("one tenant may have", wanted, limit, self.limit, self.bytes_setting)
         # Remove blobs of the tenant with the largest amount first.
         while (wanted := self.used.plus(size, count)).exceeds(self.limit):
             by_count = wanted.size <= self.limit.size
@@ -118,7 +120,7 @@ class BlobIndex:
                 if item.next_removable() is not None
             ]
             if not candidates:
-                raise _quota_exceeded("the server keeps", wanted, self.limit, self.limit)
+                raise quota_exceeded("the server keeps", wanted, self.limit, self.limit, self.bytes_setting)
             _, largest = max(candidates)
             self.remove(largest, self.tenant(largest).next_removable() or "")
         self.adjust(folder, size, count)
@@ -167,12 +169,27 @@ def file_stamp(stat: os.stat_result) -> FileStamp:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _quota_exceeded(who: str, wanted: BlobAmount, limit: BlobAmount, server_limit: BlobAmount) -> GradruleError:
+def quota_exceeded(
+    who: str,
+    wanted: BlobAmount,
+    limit: BlobAmount,
+    server_limit: BlobAmount,
+    bytes_setting: str = "--max-blob-bytes",
+) -> GradruleError:
+    """Returns QUOTA_EXCEEDED, which names the setting of the limit.
+
+    Args:
+        who: The beginning of the message, for example "the server keeps".
+        wanted: The amount that is not allowed.
+        limit: The limit that it exceeds.
+        server_limit: The limit of all tenants.
+        bytes_setting: The setting that limits the bytes of all tenants.
+    """
     if wanted.count > limit.count:
         setting = "--max-blobs" if limit.count == server_limit.count else "--tenant-blobs"
         bound = f"{limit.count} blobs"
     else:
-        setting = "--max-blob-bytes" if limit.size == server_limit.size else "--tenant-blob-bytes"
+        setting = bytes_setting if limit.size == server_limit.size else "--tenant-blob-bytes"
         bound = f"{limit.size} bytes of blobs"
     return error(
         errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,

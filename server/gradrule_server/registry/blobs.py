@@ -3,10 +3,13 @@
 Each tenant has a folder of its own; the blobs of the default tenant are in the common folder itself. A file's time of
 access is the time of its last use, so that the order survives a restart. The hash of a file is verified at first use
 after a start, and again if the file has changed; a damaged file is renamed, and the blob must be uploaded again.
+
+With `--blobs`, the files are a cache of an object store, see `shared_blobs`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import hashlib
@@ -16,11 +19,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Self, TypeVar
+
+from sqlalchemy import Connection
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import error
+from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy import check_blob_name, missing_blobs
 from gradrule_server.registry.blob_index import (
     UPLOADING,
@@ -35,6 +41,8 @@ from gradrule_server.registry.data_folder import DISK_FULL_ERRORS, file_sha256, 
 from gradrule_server.registry.store import DEFAULT_TENANT
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DAMAGED = ".damaged-"
 """Prefix of the names of damaged files, whose bytes do not have the hash in their name."""
@@ -52,22 +60,30 @@ def folder_name(tenant: str) -> str:
 
 
 class BlobStore:
-    """The blobs of the default tenant; `for_tenant` returns those of others. All methods block; thread-safe.
+    """The blobs of the default tenant; `for_tenant` returns those of others.
+
+    Safe to use from several threads. All methods that are not `async` block.
 
     Args:
         folder: The common folder, which is created if missing.
         capacity: Bytes that the blobs of all tenants may take on the disk.
         count: Number of blobs that all tenants may have.
+        bytes_setting: The setting of `capacity`.
     """
 
-    def __init__(self, folder: Path, capacity: int, count: int = sys.maxsize) -> None:
-        self._index = BlobIndex(folder, BlobAmount(capacity, count))
+    is_shared = False
+    """Whether other servers store and remove blobs too."""
+
+    def __init__(
+        self, folder: Path, capacity: int, count: int = sys.maxsize, *, bytes_setting: str = "--max-blob-bytes"
+    ) -> None:
+        self._index = BlobIndex(folder, BlobAmount(capacity, count), bytes_setting)
         self._own = self._index.tenant("")
         self._folder = folder
         self.folder_name = ""
         """Name of the tenant's folder within the common folder, for engines; empty: the common folder."""
 
-    def for_tenant(self, tenant: str, capacity: int | None = None, count: int = sys.maxsize) -> BlobStore:
+    def for_tenant(self, tenant: str, capacity: int | None = None, count: int = sys.maxsize) -> Self:
         """Returns the blobs of a tenant.
 
         Args:
@@ -75,13 +91,19 @@ class BlobStore:
             capacity: Bytes that its blobs may take on the disk; None: only the server's limits apply.
             count: Number of blobs that it may have, if `capacity` is given.
         """
-        view = copy.copy(self)
-        view.folder_name = folder_name(tenant)
-        view._folder = self._index.folder / view.folder_name
-        with self._index.lock:
-            view._own = self._index.tenant(view.folder_name)
-            if capacity is not None:
+        view = self._in_folder(folder_name(tenant))
+        if capacity is not None:
+            with self._index.lock:
                 view._own.limit = BlobAmount(capacity, count)
+        return view
+
+    def _in_folder(self, name: str) -> Self:
+        """Returns the blobs of the tenant whose folder has this name."""
+        view = copy.copy(self)
+        view.folder_name = name
+        view._folder = self._index.folder / name
+        with self._index.lock:
+            view._own = self._index.tenant(name)
         return view
 
     def forget_limits(self) -> None:
@@ -117,7 +139,7 @@ class BlobStore:
 
         The hash of a blob that was not used since the start is not verified here, but at its first use.
         """
-        wanted = _valid_names(names)
+        wanted = valid_names(names)
         return [name for name in wanted if not self._is_present(name)]
 
     def size(self, name: str) -> int:
@@ -160,7 +182,7 @@ class BlobStore:
         Raises:
             GradruleError: BLOB_NOT_FOUND, if a blob is missing or damaged; no blob is pinned then.
         """
-        wanted = _valid_names(names)
+        wanted = valid_names(names)
         self.pin_unchecked(wanted)
         try:
             missing = [name for name in wanted if not self._is_present(name, is_used=True)]
@@ -179,6 +201,62 @@ class BlobStore:
                 if not pins[name]:
                     del pins[name]
 
+    async def acquire(self, names: Iterable[str]) -> None:
+        """Pins blobs as `pin` does, without blocking the event loop; fetches those that are only in an object store.
+
+        Raises:
+            GradruleError: BLOB_NOT_FOUND, if a blob is missing or damaged; UNAVAILABLE, if the object store cannot be
+                reached. No blob is pinned then.
+        """
+        wanted = valid_names(names)
+        if self.are_verified(wanted):
+            self.pin(wanted)
+            return
+        # Pin them first, so that none is removed while others are fetched or verified.
+        self.pin_unchecked(wanted)
+        try:
+            await self._provide(wanted)
+        except BaseException:
+            self.unpin(wanted)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def acquired(self, names: Iterable[str]) -> AsyncIterator[None]:
+        """Keeps blobs, as `acquire` does, for the body of an `async with` statement."""
+        wanted = list(names)
+        await self.acquire(wanted)
+        try:
+            yield
+        finally:
+            self.unpin(wanted)
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Runs a method of an upload in a thread."""
+        return await asyncio.to_thread(function)
+
+    async def _provide(self, names: Sequence[str]) -> None:
+        """Verifies pinned blobs. Raises BLOB_NOT_FOUND."""
+        # Verifying takes long.
+        await asyncio.to_thread(self.verify, names)
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """Returns the size of each blob in bytes, -1 for missing ones; marks them as used. Raises MALFORMED_REQUEST."""
+        missing = set(self.missing(names))
+        return [-1 if name in missing else self.size(name) for name in names]
+
+    def record_need(self, connection: Connection, tenant: str, program_id: str, names: Sequence[str]) -> None:
+        """Records for other servers which blobs a program needs, in the transaction that stores the program.
+
+        Raises:
+            GradruleError: BLOB_NOT_FOUND, if a blob was removed meanwhile.
+        """
+
+    def record_needs(self, wanted: Iterable[tuple[str, str, Sequence[str]]]) -> None:
+        """Records which blobs stored programs need, if that is not recorded yet: tenant, program id, blobs."""
+
+    def maintain(self) -> None:
+        """Shares with other servers what has changed, and deletes what they have left; called every few seconds."""
+
     @contextlib.contextmanager
     def pinned(self, names: Iterable[str]) -> Iterator[None]:
         """Pins blobs for the body of a `with` statement. Raises BLOB_NOT_FOUND."""
@@ -192,10 +270,19 @@ class BlobStore:
     def upload(self, name: str) -> Upload:
         """Starts the upload of a blob. Raises MALFORMED_REQUEST unless `name` is a SHA-256, and QUOTA_EXCEEDED."""
         check_blob_name(name)
-        with _disk_full_as_quota(), contextlib.suppress(FileExistsError):
+        return Upload(self, name)
+
+    def check_length(self, length: int) -> None:
+        """Raises QUOTA_EXCEEDED if an upload of `length` bytes until now can never be stored."""
+
+    def publish(self, name: str, path: Path, length: int) -> None:
+        """Stores a complete, verified file where other servers find it. Raises UNAVAILABLE and QUOTA_EXCEEDED."""
+
+    def create_folder(self) -> None:
+        """Creates the tenant's folder if it is missing."""
+        with self.disk_full_as_quota(), contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
             sync_to_disk(self.root)
-        return Upload(self, name)
 
     def reserve(self, size: int, count: int = 0) -> None:
         """Reserves disk space, and removes unused blobs if necessary. Raises QUOTA_EXCEEDED if all are pinned."""
@@ -242,7 +329,7 @@ class BlobStore:
             stamp = file_stamp(stat)
             if (is_used or file.verified is not None) and file.verified != stamp:
                 if file_sha256(path) != name:
-                    self._rename_damaged(name, file)
+                    self._remove_damaged(name, file)
                     return False
                 file.verified = stamp
         except FileNotFoundError:
@@ -253,7 +340,7 @@ class BlobStore:
                 self._own.files.move_to_end(name)
         return True
 
-    def _rename_damaged(self, name: str, file: BlobFile) -> None:
+    def _remove_damaged(self, name: str, file: BlobFile) -> None:
         path = self.folder / name
         renamed = path.with_name(DAMAGED + name)
         path.rename(renamed)
@@ -263,6 +350,16 @@ class BlobStore:
             path,
             renamed,
         )
+
+    @contextlib.contextmanager
+    def disk_full_as_quota(self) -> Iterator[None]:
+        """Raises QUOTA_EXCEEDED in place of the operating system's error for a full disk."""
+        try:
+            yield
+        except OSError as cause:
+            if cause.errno not in DISK_FULL_ERRORS:
+                raise
+            raise disk_full(cause, "the disk that the server keeps blobs on", self._index.bytes_setting) from cause
 
     def _forget(self, name: str, file: BlobFile) -> None:
         with self._index.lock:
@@ -275,18 +372,25 @@ class Upload:
     """Receives the content of a blob. `close` discards an unfinished upload. Safe to use from several threads.
 
     Methods raise QUOTA_EXCEEDED if the disk is full or a limit is reached.
+
+    Args:
+        store: Where the blob is to be stored.
+        name: The blob's name.
+        is_copy: Whether the content comes from where the blob is stored; a copy may get lost at a power failure.
     """
 
-    def __init__(self, store: BlobStore, name: str) -> None:
+    def __init__(self, store: BlobStore, name: str, *, is_copy: bool = False) -> None:
         self._store = store
         self._name = name
+        self._is_copy = is_copy
         self._lock = threading.Lock()
         self._hash = hashlib.sha256()
         self._size = 0
         self._reserved = 0
+        store.create_folder()
         store.reserve(0, 1)
         try:
-            with _disk_full_as_quota():
+            with store.disk_full_as_quota():
                 handle, path = tempfile.mkstemp(prefix=UPLOADING, dir=store.folder)
         except BaseException:
             store.release(0, 1)
@@ -300,12 +404,15 @@ class Upload:
         with self._lock:
             if self._path is None:
                 return
-            wanted = -(-(self._size + len(data)) // _BLOCK) * _BLOCK
+            size = self._size + len(data)
+            if not self._is_copy:
+                self._store.check_length(size)
+            wanted = -(-size // _BLOCK) * _BLOCK
             self._store.reserve(wanted - self._reserved)
             self._reserved = wanted
-            self._size += len(data)
+            self._size = size
             self._hash.update(data)
-            with _disk_full_as_quota():
+            with self._store.disk_full_as_quota():
                 rest = memoryview(data)
                 while rest:
                     rest = rest[self._file.write(rest) :]
@@ -325,12 +432,15 @@ class Upload:
                 f"the {self._size} received bytes have the SHA-256 {self._hash.hexdigest()}, not {self._name}",
                 field="sha256",
             )
-        with _disk_full_as_quota():
-            os.fsync(self._file.fileno())
+        with self._store.disk_full_as_quota():
+            if not self._is_copy:
+                os.fsync(self._file.fileno())
+                self._store.publish(self._name, self._path, self._size)
             self._file.close()
             self._store.add(self._name, self._path, self._reserved)
             self._path = None
-            sync_to_disk(self._store.folder)
+            if not self._is_copy:
+                sync_to_disk(self._store.folder)
 
     def close(self) -> None:
         """Discards the upload, unless it is finished."""
@@ -347,19 +457,13 @@ class Upload:
                     self._store.release(self._reserved, 1)
 
 
-@contextlib.contextmanager
-def _disk_full_as_quota() -> Iterator[None]:
-    """Raises QUOTA_EXCEEDED in place of the operating system's error for a full disk."""
-    try:
-        yield
-    except OSError as cause:
-        if cause.errno not in DISK_FULL_ERRORS:
-            raise
-        raise error(
-            errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-            f"the disk that the server keeps blobs on is full ({cause.strerror}); its operator must free space, "
-            "or start it with a smaller --max-blob-bytes, so that unused blobs are removed earlier",
-        ) from cause
+def disk_full(cause: OSError, disk: str, setting: str) -> GradruleError:
+    """Returns QUOTA_EXCEEDED for a full disk. `setting`: limits what is stored on it."""
+    return error(
+        errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+        f"{disk} is full ({cause.strerror}); its operator must free space, or start it with a smaller {setting}, so "
+        "that unused blobs are removed earlier",
+    )
 
 
 def _read_stamp(path: str) -> FileStamp | None:
@@ -369,7 +473,7 @@ def _read_stamp(path: str) -> FileStamp | None:
         return None
 
 
-def _valid_names(names: Iterable[str]) -> list[str]:
+def valid_names(names: Iterable[str]) -> list[str]:
     """Returns the names, each once. Raises MALFORMED_REQUEST unless all are SHA-256 in hex."""
     wanted = list(dict.fromkeys(names))
     for name in wanted:

@@ -17,6 +17,8 @@ RESERVE = "gradrule.reserve"
 _LOCK_FILE = "gradrule.lock"
 BLOBS = "blobs"
 """Name of the folder of blobs within the data folder."""
+BLOB_CACHE = "blob-cache"
+"""Name of the folder with copies of blobs that are in an object store, within the data folder."""
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of system calls on a full disk."""
@@ -155,11 +157,13 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Releases the locks, so that other processes can use the folder."""
+        """Releases the locks, so that other processes can use the folder; does nothing the second time."""
         if self._file >= 0:
             os.ftruncate(self._file, 0)
             os.close(self._file)
-        os.close(self._handle)
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._file = self._handle = -1
 
     def _lock_folder(self) -> None:
         try:

@@ -8,7 +8,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -37,20 +38,56 @@ class StoredProgram:
 
 
 class PinnedBlobs:
-    """Pins the blobs of all stored programs of all tenants. Safe to use from several threads."""
+    """Pins the blobs of all stored programs of all tenants. Safe to use from several threads.
+
+    Of shared blobs, the index records which ones programs need: their files are only copies.
+    """
 
     def __init__(self, store: Store, blobs: BlobStore) -> None:
+        self._store = store
+        self._all_blobs = blobs
         self._pinned: dict[tuple[str, str], list[str]] = {}
-        for tenant, program_id, spec in store.program_specs():
+        needs = self._needs(store.program_specs())
+        if blobs.is_shared:
+            blobs.record_needs(needs)
+        else:
+            self._pin_unchecked(needs)
+
+    def apply(self, tenant: str, program_ids: Collection[str]) -> None:
+        """Pins what programs need that another server has created, and unpins what deleted ones needed."""
+        if not self._all_blobs.is_shared:
+            self._replace([(tenant, name) for name in program_ids], self._store.program_specs(tenant, program_ids))
+
+    def reload(self) -> None:
+        """Reads all programs again."""
+        if not self._all_blobs.is_shared:
+            self._replace(list(self._pinned), self._store.program_specs())
+
+    def _replace(self, keys: Iterable[tuple[str, str]], specs: Iterable[tuple[str, str, bytes]]) -> None:
+        old = [(key[0], self._pinned.pop(key)) for key in keys if key in self._pinned]
+        # Pin first, so that no blob that is still needed is removed meanwhile.
+        self._pin_unchecked(self._needs(specs))
+        for tenant, names in old:
+            self._all_blobs.for_tenant(tenant).unpin(names)
+
+    def _needs(self, specs: Iterable[tuple[str, str, bytes]]) -> list[tuple[str, str, list[str]]]:
+        """Returns tenant, id and blobs of the programs that need blobs."""
+        needs = []
+        for tenant, program_id, spec in specs:
             try:
                 wanted = variable_blobs(read_spec(tenant, program_id, spec))
             except UnreadableRowError as cause:
                 _log_unreadable(tenant, program_id, cause)
                 continue
             if wanted:
-                # Do not fail for missing blobs: calls of the program report them.
-                blobs.for_tenant(tenant).pin_unchecked(wanted)
-                self._pinned[tenant, program_id] = wanted
+                needs.append((tenant, program_id, wanted))
+        return needs
+
+    def _pin_unchecked(self, needs: Iterable[tuple[str, str, list[str]]]) -> None:
+        for tenant, program_id, wanted in needs:
+            # Do not fail for missing blobs: calls of the program report them.
+            self._all_blobs.for_tenant(tenant).pin_unchecked(wanted)
+            self._pinned[tenant, program_id] = wanted
 
     def pin(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
         """Pins the blobs of a program before it is stored. Raises BLOB_NOT_FOUND."""
@@ -89,12 +126,9 @@ class ProgramRegistry:
         self._blobs = blobs
         self._tenant = tenant
         self._changing = threading.Lock()
-        # Ignore rows with an invalid id: no request can name them.
-        self._identities = {
-            program_id: identity
-            for program_id, identity in store.program_identities(tenant).items()
-            if isinstance(program_id, str) and _ID.fullmatch(program_id)
-        }
+        self._identities = self._read_identities()
+        self.on_changed: Callable[[str], None] = lambda name: None
+        """Called with the name of each program that another server has created or deleted."""
         self._quota = quota or Quota.unlimited()
         self._bytes_quota = bytes_quota or Quota.unlimited()
         self._pins = pins or PinnedBlobs(store, blobs)
@@ -136,31 +170,88 @@ class ProgramRegistry:
                 f"{program_id!r} is not a valid program id: 1 to 63 of a-z, 0-9, '-', '_', '.', starting with a letter",
                 field="program_id",
             )
+        existing = self._existing(program_id, identity)
+        if existing is not None:
+            return existing
+        now_us = time.time_ns() // 1000
+        kept = program_pb2.Program()
+        kept.CopyFrom(program)
+        kept.name = PROGRAM_PREFIX + program_id
+        kept.create_time.FromMicroseconds(now_us)
+        row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
+        content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
+        blobs = variable_blobs(spec)
+        is_graph_added = False
+
+        def add_graph() -> None:
+            nonlocal is_graph_added
+            is_graph_added = self._store.add_graph(content.graph, self._tenant)
+
+        def add() -> StoredProgram:
+            return self._add(row, content, blobs, StoredProgram(row.id, identity, kept), is_graph_added=is_graph_added)
+
+        return self._store.exclusively(add, first=add_graph)
+
+    def _add(
+        self,
+        row: ProgramRow,
+        content: ProgramContent,
+        blobs: list[str],
+        stored: StoredProgram,
+        *,
+        is_graph_added: bool,
+    ) -> StoredProgram:
+        """Stores a program unless there is one with its id; no other server writes meanwhile."""
         with self._changing:
-            if program_id in self._identities:
-                existing = self._existing(program_id, identity)
-                if existing is not None:
-                    return existing
-                self._remove(program_id)
-            now_us = time.time_ns() // 1000
-            kept = program_pb2.Program()
-            kept.CopyFrom(program)
-            kept.name = PROGRAM_PREFIX + program_id
-            kept.create_time.FromMicroseconds(now_us)
-            row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
-            content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
+            if row.id in self._identities:
+                # Another caller was faster.
+                return self._matching(self.get(row.id), row.identity)
             with self._quota.reserved(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
-                self._pins.pin(self._blobs, self._tenant, program_id, variable_blobs(spec))
-                undo.callback(self._pins.unpin, self._blobs, self._tenant, program_id)
+                self._pins.pin(self._blobs, self._tenant, row.id, blobs)
+                undo.callback(self._pins.unpin, self._blobs, self._tenant, row.id)
                 self._store.add_program(
                     row,
                     content,
                     self._tenant,
                     before=lambda size: taken.enter_context(self._bytes_quota.reserved(size)),
+                    within=lambda connection: self._blobs.record_need(connection, self._tenant, row.id, blobs),
+                    is_graph_added=is_graph_added,
                 )
-                undo.pop_all()
-            self._identities[program_id] = identity
-        return StoredProgram(program_id, identity, kept)
+                if not self._blobs.is_shared:
+                    undo.pop_all()
+            self._identities[row.id] = row.identity
+        return stored
+
+    def apply(self, program_ids: Collection[str]) -> None:
+        """Reads programs again that another server has created or deleted."""
+        found = self._read_identities(program_ids)
+        with self._changing:
+            kept = {name: identity for name, identity in self._identities.items() if name not in program_ids}
+            self._identities = kept | found
+        for program_id in program_ids:
+            self.on_changed(PROGRAM_PREFIX + program_id)
+
+    def reload(self) -> None:
+        """Reads all programs again."""
+        found = self._read_identities()
+        with self._changing:
+            changed = {name for name, _ in self._identities.items() ^ found.items()}
+            self._identities = found
+        for program_id in changed:
+            self.on_changed(PROGRAM_PREFIX + program_id)
+
+    def _read_identities(self, program_ids: Collection[str] | None = None) -> dict[str, str]:
+        # Ignore rows with an invalid id: no request can name them.
+        return {
+            program_id: identity
+            for program_id, identity in self._store.program_identities(self._tenant, program_ids).items()
+            if isinstance(program_id, str) and _ID.fullmatch(program_id)
+        }
+
+    def acquired_blobs(self, spec: program_pb2.ProgramSpec) -> AbstractAsyncContextManager[None]:
+        """Returns a context within which the blobs of a spec can be read, as `create` does. Raises BLOB_NOT_FOUND."""
+        graph = [spec.graph.blob_sha256] if spec.graph.blob_sha256 else []
+        return self._blobs.acquired([*graph, *variable_blobs(spec)])
 
     def get(self, name: str) -> StoredProgram:
         """Returns a program by its id, with or without `programs/`. Raises PROGRAM_NOT_FOUND."""
@@ -207,10 +298,14 @@ class ProgramRegistry:
     def delete(self, name: str) -> None:
         """Deletes a program. Raises PROGRAM_NOT_FOUND."""
         program_id = name.removeprefix(PROGRAM_PREFIX)
-        with self._changing:
-            if program_id not in self._identities:
-                raise self._not_found(name)
-            self._remove(program_id)
+
+        def delete() -> None:
+            with self._changing:
+                if program_id not in self._identities:
+                    raise self._not_found(name)
+                self._remove(program_id)
+
+        self._store.exclusively(delete)
 
     def _remove(self, program_id: str) -> None:
         """Deletes a program, whether its row exists or not."""
@@ -256,22 +351,41 @@ class ProgramRegistry:
         return self._blobs.read(spec.graph.blob_sha256) if spec.graph.blob_sha256 else spec.graph.serialized
 
     def _existing(self, program_id: str, identity: str) -> StoredProgram | None:
-        """Returns a program if its row is readable, else None. Raises PROGRAM_EXISTS if it has other content."""
+        """Returns a program if there is one; removes one that cannot be read. Raises PROGRAM_EXISTS."""
+        if not self._store.is_shared and program_id not in self._identities:
+            return None
+        stored = self._readable(program_id)
+        if stored is not None:
+            return self._matching(stored, identity)
+
+        def remove() -> None:
+            with self._changing:
+                if program_id in self._identities and self._readable(program_id) is None:
+                    self._remove(program_id)
+
+        if program_id in self._identities or self._store.program(program_id, self._tenant) is not None:
+            self._store.exclusively(remove)
+        return None
+
+    def _readable(self, program_id: str) -> StoredProgram | None:
+        """Returns a program if there is one and all of it can be read."""
         row = self._store.program(program_id, self._tenant)
         if row is None:
             return None
         try:
             stored = _stored(row)
-            if self._content(stored) is None:
-                return None
+            return None if self._content(stored) is None else stored
         except UnreadableRowError as cause:
             _log_unreadable(self._tenant, program_id, cause)
             return None
+
+    def _matching(self, stored: StoredProgram, identity: str) -> StoredProgram:
+        """Returns a program if it has an identity. Raises PROGRAM_EXISTS."""
         if stored.identity != identity:
             since = stored.program.create_time.ToJsonString()
             raise error(
                 errors_pb2.ERROR_REASON_PROGRAM_EXISTS,
-                f"{program_id!r} is a program with other content (digest {stored.program.digests.program[:12]}, "
+                f"{stored.id!r} is a program with other content (digest {stored.program.digests.program[:12]}, "
                 f"compiled {since}); delete it first, or choose another id",
                 field="program_id",
                 resource=Resource("gradrule.v1.Program", stored.program.name),

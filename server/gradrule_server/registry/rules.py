@@ -8,7 +8,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
@@ -44,10 +44,10 @@ _MAX_DEFINITION_BYTES = 1024 * 1024
 
 
 class RuleRegistry:
-    """A tenant's rules. Safe to use from several threads; only `create` and `delete` access the disk.
+    """A tenant's rules. Safe to use from several threads; only methods that say so access the database.
 
     A stored rule that cannot be read is logged and ignored. It stays in the store until a rule of its name is created
-    or deleted.
+    or deleted. Where several servers share the database, its follower calls `apply` and `reload`.
 
     Args:
         store: The store of the USER rules.
@@ -140,6 +140,12 @@ class RuleRegistry:
             refused = content.check_nodes(self._bounds)
             if refused:
                 raise GradruleError(refused)
+        return self._store.exclusively(lambda: self._create(name, definition, description, content))
+
+    def _create(
+        self, name: str, definition: rule_pb2.RuleDefinition, description: str, content: RuleContent
+    ) -> RuleEntry:
+        """Stores a rule unless its name is taken; no other server writes meanwhile."""
         with self._changing:
             names = self._names
             holder = names.find(name)
@@ -163,19 +169,65 @@ class RuleRegistry:
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
 
+    def refresh(self) -> bool:
+        """Applies what other servers have written; returns False if their database cannot be reached.
+
+        Does nothing where no other server writes.
+        """
+        if not self._store.is_shared:
+            return True
+        try:
+            self._store.refresh()
+        except GradruleError as cause:
+            if cause.reason != errors_pb2.ERROR_REASON_UNAVAILABLE:
+                raise
+            return False
+        return True
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other servers may create and delete rules."""
+        return self._store.is_shared
+
+    def apply(self, names: Collection[str]) -> None:
+        """Reads rules again that another server has created or deleted. Accesses the database."""
+        stored, unreadable = _read_rules(self._store, self._tenant, names)
+        with self._changing:
+            user = {name: entry for name, entry in self._names.user.items() if name not in names}
+            self._unreadable = {name: row for name, row in self._unreadable.items() if name not in names} | unreadable
+            self._set_user(user, stored)
+
+    def reload(self) -> None:
+        """Reads all rules again. Accesses the database."""
+        stored, unreadable = _read_rules(self._store, self._tenant)
+        with self._changing:
+            self._unreadable = unreadable
+            self._set_user({}, stored)
+
+    def _set_user(self, user: dict[str, RuleEntry], stored: Iterable[RuleEntry]) -> None:
+        added = {entry.name: _mark_hiding(entry, self._names.builtin) for entry in stored}
+        self._replace(replace(self._names, user=user | added))
+
     def find(self, name: str) -> RuleEntry | None:
         """Returns the rule of a name or alias, with or without `rules/`; None if there is none."""
         return self._names.find(name.removeprefix(RULE_PREFIX))
 
     def get(self, name: str) -> RuleEntry:
-        """Returns the rule of a name or alias, with or without `rules/`. Raises UNKNOWN_RULE."""
+        """Returns the rule of a name or alias, with or without `rules/`. Raises UNKNOWN_RULE.
+
+        Applies what other servers have written first, and raises UNAVAILABLE if that fails and no rule is found.
+        """
+        is_fresh = self.refresh()
         found = self.find(name)
         if found is None:
-            raise self.unknown(name)
+            raise self.unknown(name, is_fresh=is_fresh)
         return found
 
     def delete(self, name: str) -> None:
         """Deletes a USER rule. Raises RULE_READ_ONLY for other rules, and UNKNOWN_RULE."""
+        self._store.exclusively(lambda: self._delete(name))
+
+    def _delete(self, name: str) -> None:
         bare = name.removeprefix(RULE_PREFIX)
         with self._changing:
             if bare in self._unreadable:
@@ -220,9 +272,19 @@ class RuleRegistry:
         self._names = names
         self._revision += 1
 
-    def unknown(self, name: str) -> GradruleError:
-        """Returns UNKNOWN_RULE for a name, with similar names."""
+    def unknown(self, name: str, *, is_fresh: bool = True) -> GradruleError:
+        """Returns UNKNOWN_RULE for a name, with similar names.
+
+        Returns UNAVAILABLE unless `is_fresh`: another server may have created a rule of this name.
+        """
         bare = name.removeprefix(RULE_PREFIX)
+        if not is_fresh and RULE_NAME.fullmatch(bare) is not None:
+            return error(
+                errors_pb2.ERROR_REASON_UNAVAILABLE,
+                f"this server does not know the rule {bare!r}, and cannot reach the database to look it up; try again",
+                field="name",
+                retry_after_s=1.0,
+            )
         unreadable = self._unreadable.get(bare)
         if unreadable is not None:
             return error(
@@ -280,11 +342,13 @@ class _Unreadable:
     size: int
 
 
-def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _Unreadable]]:
-    """Returns the readable and the unreadable rules of a tenant; logs the unreadable ones."""
+def _read_rules(
+    store: Store, tenant: str, names: Collection[str] | None = None
+) -> tuple[list[RuleEntry], dict[str, _Unreadable]]:
+    """Returns the readable and the unreadable rules of a tenant, or those of `names`; logs the unreadable ones."""
     found: list[RuleEntry] = []
     unreadable: dict[str, _Unreadable] = {}
-    for row in store.rules(tenant):
+    for row in store.rules(tenant, names):
         try:
             found.append(read_rule(row))
         except UnreadableRowError as cause:

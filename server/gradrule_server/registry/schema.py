@@ -1,7 +1,8 @@
-"""Declares the tables of the registry's database, migrates those of older releases, and copies databases.
+"""Declares the tables of the registry's database, migrates those of older releases, and copies SQLite databases.
 
-A migration is one transaction. It keeps a copy of the old database beside the file, for example as `gradrule.db.v1`,
-for an older server to use.
+Both databases have the same tables and versions; PostgreSQL has the log of changes besides. A migration is one
+transaction. SQLite keeps a copy of the old database beside the file, for example as `gradrule.db.v1`, for an older
+server to use. A new table needs no new version: it is created if it is missing, and older servers ignore it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     Column,
     Connection,
+    Dialect,
     ForeignKeyConstraint,
     Index,
     Integer,
@@ -22,7 +26,9 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    TypeDecorator,
 )
+from sqlalchemy.types import TypeEngine
 
 from gradrule_server.registry.data_folder import sync_to_disk
 
@@ -30,22 +36,50 @@ SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
+change_metadata = MetaData()
+"""The tables that only a database of several servers has."""
+
+# Names compare and sort by their bytes, as in SQLite; PostgreSQL would use the language of the database.
+_Name = String().with_variant(String(collation="C"), "postgresql")
+_Microseconds = Integer().with_variant(BigInteger(), "postgresql")
+
+
+class _AnyText(TypeDecorator[str]):
+    """Text of any characters. PostgreSQL keeps it as bytes, because its own texts cannot hold NUL."""
+
+    impl = String
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        return dialect.type_descriptor(LargeBinary() if dialect.name == "postgresql" else String())
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
+        if dialect.name != "postgresql" or value is None:
+            return value
+        return value.encode("utf-8", "surrogateescape")
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        if dialect.name != "postgresql" or value is None:
+            return value
+        return bytes(value).decode("utf-8", "surrogateescape")
+
+
 meta = Table(
     "meta",
     metadata,
-    Column("key", String, primary_key=True),
-    Column("value", String, nullable=False),
+    Column("key", _Name, primary_key=True),
+    Column("value", _Name, nullable=False),
 )
 
 # Names belong to a tenant: two tenants can have different rules and programs with the same name.
 rules = Table(
     "rules",
     metadata,
-    Column("tenant", String, primary_key=True),
-    Column("name", String, primary_key=True),
+    Column("tenant", _Name, primary_key=True),
+    Column("name", _Name, primary_key=True),
     Column("definition", LargeBinary, nullable=False),
-    Column("description", String, nullable=False),
-    Column("create_time_us", Integer, nullable=False),
+    Column("description", _AnyText, nullable=False),
+    Column("create_time_us", _Microseconds, nullable=False),
 )
 
 # Graphs by their SHA-256, so that programs of a tenant share a graph. Tenants do not share graphs, because the time
@@ -53,8 +87,8 @@ rules = Table(
 blobs = Table(
     "blobs",
     metadata,
-    Column("tenant", String, primary_key=True),
-    Column("digest", String, primary_key=True),
+    Column("tenant", _Name, primary_key=True),
+    Column("digest", _Name, primary_key=True),
     Column("content", LargeBinary, nullable=False),
 )
 
@@ -62,34 +96,51 @@ blobs = Table(
 programs = Table(
     "programs",
     metadata,
-    Column("tenant", String, primary_key=True),
-    Column("id", String, primary_key=True),
-    Column("identity", String, nullable=False),
-    Column("graph_digest", String, nullable=False),
+    Column("tenant", _Name, primary_key=True),
+    Column("id", _Name, primary_key=True),
+    Column("identity", _Name, nullable=False),
+    Column("graph_digest", _Name, nullable=False),
     Column("spec", LargeBinary, nullable=False),
     Column("snapshot", LargeBinary, nullable=False),
     Column("summary", LargeBinary, nullable=False),
-    Column("create_time_us", Integer, nullable=False),
+    Column("create_time_us", _Microseconds, nullable=False),
     ForeignKeyConstraint(["tenant", "graph_digest"], ["blobs.tenant", "blobs.digest"]),
     Index("ix_programs_graph", "tenant", "graph_digest"),
 )
 
 
-def migrate(connection: Connection, version: str | None, path: Path) -> bool:
+# The log of changes, for servers that share the database. Writers add rows one at a time, so that numbers grow in the
+# order of the commits. `mark` is random: a server recognises by it whether the log is still the one that it has read.
+# Of the columns, `count` and `size` are those of `database.Change`.
+changes = Table(
+    "changes",
+    change_metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("mark", _Name, nullable=False),
+    Column("kind", _Name, nullable=False),
+    Column("tenant", _Name, nullable=False),
+    Column("name", _Name, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("size", BigInteger, nullable=False),
+)
+
+
+def migrate(connection: Connection, version: str | None, before: Callable[[int], None]) -> bool:
     """Migrates tables from an older version; returns False if `version` is unknown or current.
 
-    The connection must be in a transaction that has written nothing yet, so that the copy holds the old content.
-
-    Raises:
-        OSError, sqlite3.Error: The copy of the old database cannot be written.
+    Args:
+        connection: A connection in a transaction that has written nothing yet.
+        version: The version of the tables.
+        before: Called with the old version, before anything is changed.
     """
-    if version is None or not version.isdecimal() or int(version) not in _STEPS:
+    steps = _STEPS[connection.dialect.name]
+    if version is None or not version.isdecimal() or int(version) not in steps:
         return False
-    copy_database(path, old_version_path(path, int(version)))
+    before(int(version))
     for number in range(int(version), SCHEMA_VERSION):
-        for statement in _STEPS[number]:
+        for statement in steps[number]:
             connection.exec_driver_sql(statement)
-    connection.exec_driver_sql("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(SCHEMA_VERSION),))
+    connection.execute(meta.update().values(value=str(SCHEMA_VERSION)).where(meta.c.key == "schema_version"))
     return True
 
 
@@ -137,7 +188,7 @@ def copy_database(path: Path, to: Path) -> None:
     sync_to_disk(to.parent)
 
 
-_STEPS: Mapping[int, tuple[str, ...]] = {
+_SQLITE_STEPS: Mapping[int, tuple[str, ...]] = {
     # Version 2 has tenants; all existing rows belong to `default`.
     1: (
         "DROP INDEX ix_programs_graph_digest",
@@ -162,6 +213,10 @@ _STEPS: Mapping[int, tuple[str, ...]] = {
         "CREATE INDEX ix_programs_graph ON programs (tenant, graph_digest)",
     ),
 }
+
+# Version 2 is the first one in PostgreSQL.
+_STEPS: Mapping[str, Mapping[int, tuple[str, ...]]] = {"sqlite": _SQLITE_STEPS, "postgresql": {}}
+"""For each database and each older version: the statements that lead to the next version."""
 
 _VIEWS: Mapping[int, Mapping[str, str]] = {
     1: {name: f"SELECT 'default' AS tenant, * FROM main.{name}" for name in ("rules", "blobs", "programs")},

@@ -1,4 +1,4 @@
-"""Stores rules, programs and their graphs as rows of one SQLite file.
+"""Stores rules, programs and their graphs as rows of a database.
 
 Each write is one transaction, which is on the disk before the method returns. The callers check names and limits.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import (
+    Boolean,
     ColumnElement,
     Connection,
-    Delete,
     LargeBinary,
     Select,
     Table,
@@ -25,9 +26,12 @@ from sqlalchemy import (
     insert,
     select,
 )
+from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
-from gradrule_server.registry.database import Database
+from gradrule_server.registry.database import Change, Database, Follower, T, open_database
 from gradrule_server.registry.schema import blobs, programs, rules
 
 DEFAULT_TENANT = "default"
@@ -70,40 +74,77 @@ class ProgramContent:
 class Store:
     """The rows of a registry. All methods block; safe to use from several threads.
 
-    Methods that add raise QUOTA_EXCEEDED if the disk is full, and then add nothing. All methods raise UNAVAILABLE if
-    the registry's files were removed or replaced after they were opened. The constructor has the arguments and errors
-    of `Database`.
+    Methods raise the errors of `Database`; those that add raise QUOTA_EXCEEDED if the disk is full, and then add
+    nothing.
+
+    Args:
+        database: The database, or the data folder of an SQLite database, which is opened with the errors of
+            `open_database`.
+        is_new: Whether an empty SQLite database may be created in a folder that had a registry before.
     """
 
-    def __init__(self, folder: Path, *, is_new: bool = False) -> None:
-        self._database = Database(folder, is_new=is_new)
-        self.path = self._database.path
+    def __init__(self, database: Database | Path, *, is_new: bool = False) -> None:
+        self._database = open_database("", database, is_new=is_new) if isinstance(database, Path) else database
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other servers may change the rows."""
+        return self._database.is_shared
+
+    @property
+    def database(self) -> Database:
+        """The database, for the index of shared blobs."""
+        return self._database
 
     def close(self) -> None:
-        """Closes the database and unlocks the folder."""
+        """Closes the database."""
         self._database.close()
 
-    def check_files(self) -> None:
-        """Logs a warning if the registry's files were removed or replaced; called at intervals."""
-        self._database.check_files()
+    def check(self) -> None:
+        """Checks the database, see `Database.check`; called at intervals."""
+        self._database.check()
 
-    def rules(self, tenant: str = DEFAULT_TENANT) -> list[RuleRow]:
-        """Returns all rules of a tenant, ordered by name."""
+    def exclusively(self, work: Callable[[], T], first: Callable[[], None] | None = None) -> T:
+        """Runs `work`, which writes at most once, while no other server writes, see `Database.exclusively`."""
+        return self._database.exclusively(work, first)
+
+    def consistently(self, work: Callable[[], T]) -> T:
+        """Runs `work`, which reads one state of the rows, see `Database.consistently`."""
+        return self._database.consistently(work)
+
+    def refresh(self) -> None:
+        """Applies what other servers have written before this call."""
+        self._database.refresh()
+
+    def follow(self, follower: Follower) -> None:
+        """Sets who applies what other servers write, see `Database.follow`."""
+        self._database.follow(follower)
+
+    def rules(self, tenant: str = DEFAULT_TENANT, names: Collection[str] | None = None) -> list[RuleRow]:
+        """Returns the rules of a tenant, ordered by name: all, or those of `names` that exist."""
         columns = (rules.c.name, rules.c.definition, rules.c.description, rules.c.create_time_us)
         query = select(*columns).where(rules.c.tenant == tenant).order_by(rules.c.name)
+        if names is not None:
+            query = query.where(rules.c.name.in_(names))
         with self._database.read() as connection:
             return [RuleRow(**row._mapping) for row in connection.execute(query)]
 
     def add_rule(self, row: RuleRow, tenant: str = DEFAULT_TENANT, *, replaces: bool = False) -> None:
         """Adds a rule; its name must be unused. `replaces`: whether to remove a rule of this name first."""
         with self._database.write() as connection:
-            if replaces:
-                connection.execute(_delete_rule(row.name, tenant))
+            freed = self._delete_rule(connection, row.name, tenant) if replaces else 0
             connection.execute(insert(rules).values(asdict(row) | {"tenant": tenant}))
+            change = Change("rule", tenant, row.name, 0 if replaces else 1, counted_size(row) - freed)
+            self._database.record(connection, change)
 
     def remove_rule(self, name: str, tenant: str = DEFAULT_TENANT) -> None:
         """Removes a rule."""
-        self._database.delete(lambda connection: connection.execute(_delete_rule(name, tenant)))
+
+        def remove(connection: Connection) -> None:
+            freed = self._delete_rule(connection, name, tenant)
+            self._database.record(connection, Change("rule", tenant, name, -1, -freed))
+
+        self._database.delete(remove)
 
     def counts(self) -> tuple[int, int]:
         """Returns the numbers of rules and of programs of all tenants."""
@@ -116,11 +157,13 @@ class Store:
     def kept_bytes(self, tenant: str | None = None) -> int:
         """Returns the bytes of rules and programs of a tenant; None: of all tenants. See `counted_size`."""
         with self._database.read() as connection:
-            return sum(connection.execute(_kept_bytes(*columns, tenant)).scalar_one() for columns in _COUNTED)
+            return sum(int(connection.execute(_kept_bytes(*columns, tenant)).scalar_one()) for columns in _COUNTED)
 
-    def program_identities(self, tenant: str = DEFAULT_TENANT) -> dict[str, str]:
-        """Returns the identity of every program of a tenant, by id."""
+    def program_identities(self, tenant: str = DEFAULT_TENANT, ids: Collection[str] | None = None) -> dict[str, str]:
+        """Returns the identity of each program of a tenant by id: of all, or of those of `ids` that exist."""
         query = select(programs.c.id, programs.c.identity).where(programs.c.tenant == tenant)
+        if ids is not None:
+            query = query.where(programs.c.id.in_(ids))
         with self._database.read() as connection:
             return {row.id: row.identity for row in connection.execute(query)}
 
@@ -130,9 +173,11 @@ class Store:
             row = connection.execute(_program_rows(tenant).where(programs.c.id == program_id)).one_or_none()
             return None if row is None else ProgramRow(**row._mapping)
 
-    def program_specs(self) -> list[tuple[str, str, bytes]]:
-        """Returns tenant, id and spec of every program."""
+    def program_specs(self, tenant: str | None = None, ids: Collection[str] = ()) -> list[tuple[str, str, bytes]]:
+        """Returns tenant, id and spec of every program; with a tenant, of those of `ids` that exist."""
         query = select(programs.c.tenant, programs.c.id, programs.c.spec)
+        if tenant is not None:
+            query = query.where(programs.c.tenant == tenant, programs.c.id.in_(ids))
         with self._database.read() as connection:
             return [(row.tenant, row.id, row.spec) for row in connection.execute(query)]
 
@@ -147,7 +192,7 @@ class Store:
             max_bytes: Largest size of their summaries, bytes; the first program may be larger.
             tenant: The tenant.
         """
-        is_meant = (programs.c.id > program_id) & _IS_PROGRAM_ID
+        is_meant = (programs.c.id > program_id) & _is_program_id(programs.c.id)
         query = _program_rows(tenant).where(is_meant).order_by(programs.c.id).limit(count + 1)
         found: list[ProgramRow] = []
         # Read row by row, so that summaries beyond the limit are not read.
@@ -170,7 +215,9 @@ class Store:
             .join(blobs)
             .where(programs.c.tenant == tenant, programs.c.id == program_id, programs.c.identity == identity)
         )
-        with _damage_is_unreadable(), self._database.read() as connection:
+        # Only a server on a network needs time for the size.
+        size = self.program_graph_bytes(program_id, identity, tenant) if self.is_shared else 0
+        with _damage_is_unreadable(), self._database.read() as connection, self._database.time_for(connection, size):
             row = connection.execute(query).one_or_none()
         if row is None:
             return None
@@ -188,6 +235,18 @@ class Store:
         with _damage_is_unreadable(), self._database.read() as connection:
             return connection.execute(query).scalar_one_or_none() or 0
 
+    def add_graph(self, graph: bytes, tenant: str = DEFAULT_TENANT) -> bool:
+        """Adds the graph of a program that `add_program` adds in the same transaction; returns whether it is new.
+
+        For `first` of `exclusively`: a large graph takes long, and no lock is held meanwhile.
+        """
+        digest = hashlib.sha256(graph).hexdigest()
+        added = upsert(blobs).values(tenant=tenant, digest=digest, content=graph).on_conflict_do_nothing()
+        with self._database.write() as connection, self._database.time_for(connection, len(graph)):
+            if connection.execute(_same_graph(digest, tenant)).one_or_none() is not None:
+                return False
+            return connection.execute(added.returning(blobs.c.digest)).one_or_none() is not None
+
     def add_program(
         self,
         row: ProgramRow,
@@ -195,6 +254,8 @@ class Store:
         tenant: str = DEFAULT_TENANT,
         *,
         before: Callable[[int], None] = lambda _: None,
+        within: Callable[[Connection], None] = lambda _: None,
+        is_graph_added: bool = False,
     ) -> None:
         """Adds a program, whose id must be unused, and its graph if the tenant does not have it.
 
@@ -203,13 +264,16 @@ class Store:
             content: Its source.
             tenant: The tenant.
             before: Called with the number of added bytes; if it raises, nothing is added.
+            within: Called in the transaction after the program was added; if it raises, nothing is added.
+            is_graph_added: Whether `add_graph` has added the graph in this transaction.
         """
         digest = hashlib.sha256(content.graph).hexdigest()
-        same_graph = select(blobs.c.digest).where(blobs.c.tenant == tenant, blobs.c.digest == digest)
-        with self._database.write() as connection:
-            is_new = connection.execute(same_graph).one_or_none() is None
-            before(len(row.summary) + len(content.spec) + len(content.snapshot) + (len(content.graph) if is_new else 0))
-            if is_new:
+        with self._database.write() as connection, self._database.time_for(connection, len(content.graph)):
+            is_missing = connection.execute(_same_graph(digest, tenant)).one_or_none() is None
+            is_new = is_missing or is_graph_added
+            size = len(row.summary) + len(content.spec) + len(content.snapshot) + (len(content.graph) if is_new else 0)
+            before(size)
+            if is_missing:
                 connection.execute(insert(blobs).values(tenant=tenant, digest=digest, content=content.graph))
             connection.execute(
                 insert(programs).values(
@@ -217,6 +281,8 @@ class Store:
                     | {"tenant": tenant, "graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
                 )
             )
+            within(connection)
+            self._database.record(connection, Change("program", tenant, row.id, 1, size))
 
     def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> int:
         """Removes a program, and its graph if no other program of the tenant has it; returns the freed bytes."""
@@ -232,9 +298,19 @@ class Store:
             is_unused = (blobs.c.tenant == tenant) & (blobs.c.digest == digest) & ~still_used
             graph = connection.execute(select(func.length(blobs.c.content)).where(is_unused)).scalar_one_or_none()
             connection.execute(delete(blobs).where(is_unused))
-            return int(freed) + (graph or 0)
+            size = int(freed) + (graph or 0)
+            self._database.record(connection, Change("program", tenant, program_id, -1, -size))
+            return size
 
         return self._database.delete(remove)
+
+    def _delete_rule(self, connection: Connection, name: str, tenant: str) -> int:
+        """Deletes a rule, and returns the freed bytes."""
+        is_meant = (rules.c.tenant == tenant) & (rules.c.name == name)
+        # Only the log needs the size.
+        freed = connection.execute(select(_RULE_BYTES).where(is_meant)).scalar_one_or_none() if self.is_shared else 0
+        connection.execute(delete(rules).where(is_meant))
+        return freed or 0
 
 
 @contextlib.contextmanager
@@ -267,18 +343,28 @@ def _kept_bytes(table: Table, size: ColumnElement[int], tenant: str | None) -> S
     return query if tenant is None else query.where(table.c.tenant == tenant)
 
 
-# Exclude values of damaged rows that are not valid ids and do not sort like ids.
-_IS_PROGRAM_ID = (
-    (func.typeof(programs.c.id) == "text")
-    & programs.c.id.bool_op("GLOB")("[a-z]*")
-    & programs.c.id.bool_op("NOT GLOB")("*[^a-z0-9_.-]*")
-)
+class _is_program_id(FunctionElement[bool]):
+    """Excludes values of damaged rows that are not valid ids and do not sort like ids."""
+
+    type = Boolean()
+    inherit_cache = True
+
+
+@compiles(_is_program_id, "sqlite")
+def _compile_for_sqlite(element: Any, compiler: Any, **options: Any) -> str:
+    column = compiler.process(element.clauses, **options)
+    return f"(typeof({column}) = 'text' AND {column} GLOB '[a-z]*' AND {column} NOT GLOB '*[^a-z0-9_.-]*')"
+
+
+@compiles(_is_program_id, "postgresql")
+def _compile_for_postgresql(element: Any, compiler: Any, **options: Any) -> str:
+    return f"{compiler.process(element.clauses, **options)} ~ '^[a-z][a-z0-9_.-]*$'"
+
+
+def _same_graph(digest: str, tenant: str) -> Select[tuple[str]]:
+    return select(blobs.c.digest).where(blobs.c.tenant == tenant, blobs.c.digest == digest)
 
 
 def _program_rows(tenant: str) -> Select[tuple[str, str, bytes, int]]:
     columns = (programs.c.id, programs.c.identity, programs.c.summary, programs.c.create_time_us)
     return select(*columns).where(programs.c.tenant == tenant)
-
-
-def _delete_rule(name: str, tenant: str) -> Delete:
-    return delete(rules).where(rules.c.tenant == tenant, rules.c.name == name)

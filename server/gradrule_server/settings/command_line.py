@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from gradrule_server.errors import did_you_mean
+from gradrule_server.registry.database_url import describe_url
 from gradrule_server.settings.groups import SettingsGroup
 from gradrule_server.settings.sources import (
     PRESETS,
@@ -34,9 +35,13 @@ _METAVARS = {
     "admin_tenants": "NAMES",
     "audit_log": "FILE|-",
     "otel_endpoint": "URL",
+    "registry": "URL",
     "disabled_fast_paths": "NAMES|all",
 }
 """Placeholders of values whose type does not describe them."""
+
+_WITHOUT_SECRETS: Mapping[str, Callable[[Any], Any]] = {"registry": lambda url: url and describe_url(url)}
+"""Functions that remove passwords from values before they are printed."""
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -124,7 +129,7 @@ def format_config(
     for group in groups:
         lines.append(f"# {group.title}")
         for name in group.model_fields:
-            value = getattr(settings, name)
+            value = _WITHOUT_SECRETS.get(name, lambda given: given)(getattr(settings, name))
             if value is None:
                 lines.append(f"# {file_key(name)} is not set")
             else:

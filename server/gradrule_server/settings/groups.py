@@ -231,6 +231,22 @@ class Storage(SettingsGroup):
         default_factory=lambda: default_data_dir(os.environ),
         description="Directory of stored rules, programs and blobs; created if missing.",
     )
+    registry: str = Field(
+        "",
+        repr=False,
+        description="PostgreSQL database of rules and programs that servers share: postgresql://user@host/database. "
+        "Without it: SQLite in the data directory.",
+    )
+    blobs: str = Field(
+        "",
+        description="Object store of blobs that servers share: s3://bucket/prefix or file:///folder. Without it: "
+        "the data directory.",
+    )
+    blob_cache_bytes: ByteSize = Field(
+        ByteSize(8192 * _MIB),
+        gt=0,
+        description="Maximum disk space of the copies of blobs that a server with --blobs keeps in its data directory.",
+    )
 
 
 @_with_fields(

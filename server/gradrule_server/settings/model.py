@@ -12,6 +12,7 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
+from gradrule_server.registry.database_url import check_url
 from gradrule_server.settings import groups, sources
 from gradrule_server.settings.command_line import format_config, parse_flags
 from gradrule_server.settings.sources import SettingsError, one_line
@@ -131,6 +132,16 @@ class Settings(
             )
         if self.http_port is None and self.http_allowed_hosts:
             raise ValueError("--http-allowed-hosts has no effect without --http-port")
+        return self
+
+    @model_validator(mode="after")
+    def _check_registry(self) -> Self:
+        # Not a validator of the field, whose error would show the URL with its password.
+        if self.registry:
+            try:
+                check_url(self.registry)
+            except ValueError as problem:
+                raise ValueError(f"--registry: {problem}") from None
         return self
 
     @field_validator("disabled_fast_paths")

@@ -23,10 +23,10 @@ from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.stored_programs import StoredPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.crash_history import CrashHistory
-from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
+from tests.stores import no_blobs
 from tests.unit.link.fake_engine import FakePool
 
 _CALL = CallShape()
@@ -67,7 +67,7 @@ class Fixture:
 
     def __init__(self, store: Store) -> None:
         self.compiler = FakeCompiler()
-        self.registry = ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 0))
+        self.registry = ProgramRegistry(store, no_blobs())
         self.recovery: CallRecovery[Engine] = CallRecovery(FakePool(), CrashHistory())
         self.restart(store)
 

@@ -277,7 +277,7 @@ def test_registry_of_schema_1_is_copied_unchanged_and_migrated_by_restore(tmp_pa
 
 
 def test_registry_of_a_later_schema_is_not_copied(store: Store, data: Path, tmp_path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(store.path)) as database:
+    with contextlib.closing(sqlite3.connect(data / "gradrule.db")) as database:
         database.execute("UPDATE meta SET value = '3'")
         database.commit()
     with pytest.raises(BackupError, match=r"schema version is 3.*use the release that wrote it"):

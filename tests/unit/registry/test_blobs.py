@@ -1,4 +1,7 @@
-"""Tests the store of blobs: limits, order of removal, pins, restarts."""
+"""Tests the store of blobs: limits, order of removal, pins, restarts.
+
+Tests with the fixture `open_store` run with files and with an object store; tests/cluster runs them with S3.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.registry.blobs import BlobStore
+from tests.stores import OpenStore, folder_url, shared_stores, stored_files
 
 PAGE = 4096
 """What a file takes on a disk at least."""
@@ -43,26 +48,36 @@ def files(store: BlobStore) -> set[str]:
     return {path.name for path in store.folder.iterdir()}
 
 
-def test_uploaded_blob_is_present(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path / "blobs", 3 * PAGE)
+@pytest.fixture(params=["files", "folder"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenStore]:
+    """Returns a function that opens a store; each call is one start of a server."""
+    if request.param == "files":
+        yield lambda capacity, count=sys.maxsize: BlobStore(tmp_path / "blobs", capacity, count)
+    else:
+        with shared_stores(tmp_path, folder_url(tmp_path)) as opened:
+            yield opened
+
+
+def test_uploaded_blob_is_present(open_store: OpenStore) -> None:
+    store = open_store(3 * PAGE)
     name = put(store, b"abc")
     assert (store.read(name), store.size(name), store.held_bytes) == (b"abc", 3, PAGE)
     assert store.missing([name, "0" * 64, "0" * 64]) == ["0" * 64]
     assert put(store, b"abc") == name
-    assert (store.held_bytes, files(store)) == (PAGE, {name})
+    assert (store.held_bytes, stored_files(store)) == (PAGE, {name})
 
 
-def test_least_recently_used_blobs_are_removed(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 3 * PAGE)
+def test_least_recently_used_blobs_are_removed(open_store: OpenStore) -> None:
+    store = open_store(3 * PAGE)
     a, b, c = (put(store, bytes([letter]) * PAGE) for letter in b"abc")
     store.missing([a])
     d = put(store, b"d" * PAGE)
     assert store.missing([a, b, c, d]) == [b]
-    assert files(store) == {a, c, d}
+    assert stored_files(store) == {a, c, d}
 
 
-def test_pinned_blobs_are_not_removed(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 2 * PAGE)
+def test_pinned_blobs_are_not_removed(open_store: OpenStore) -> None:
+    store = open_store(2 * PAGE)
     a, b = put(store, b"a" * PAGE), put(store, b"b" * PAGE)
     store.pin([a])
     with store.pinned([a, b, b]):
@@ -74,11 +89,11 @@ def test_pinned_blobs_are_not_removed(tmp_path: Path) -> None:
     store.unpin([a])
     put(store, b"d" * (2 * PAGE))
     assert store.missing([a]) == [a]
-    assert (store.held_bytes, len(files(store))) == (2 * PAGE, 1)
+    assert (store.held_bytes, len(stored_files(store))) == (2 * PAGE, 1)
 
 
-def test_pin_pins_all_blobs_or_none(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 2 * PAGE)
+def test_pin_pins_all_blobs_or_none(open_store: OpenStore) -> None:
+    store = open_store(2 * PAGE)
     a = put(store, b"a" * PAGE)
     error = refusal(store.pin, [a, "1" * 64, "2" * 64])
     assert reason_name(error.reason) == "BLOB_NOT_FOUND"
@@ -88,15 +103,15 @@ def test_pin_pins_all_blobs_or_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "abc", "A" * 64, "0" * 63 + "/", "../" + "0" * 61])
-def test_names_of_blobs_must_be_hashes(tmp_path: Path, name: str) -> None:
-    store = BlobStore(tmp_path, 2 * PAGE)
+def test_names_of_blobs_must_be_hashes(open_store: OpenStore, name: str) -> None:
+    store = open_store(2 * PAGE)
     for call in (store.size, store.upload, store.read):
         assert reason_name(refusal(call, name).reason) == "MALFORMED_REQUEST"
     assert reason_name(refusal(store.missing, [name]).reason) == "MALFORMED_REQUEST"
 
 
-def test_unfinished_upload_leaves_nothing(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 2 * PAGE)
+def test_unfinished_upload_leaves_nothing(open_store: OpenStore) -> None:
+    store = open_store(2 * PAGE)
     wrong = store.upload("0" * 64)
     wrong.write(b"abc")
     assert reason_name(refusal(wrong.finish).reason) == "BLOB_MISMATCH"
@@ -106,7 +121,7 @@ def test_unfinished_upload_leaves_nothing(tmp_path: Path) -> None:
     assert reason_name(refusal(large.write, b"a" * (PAGE + 1)).reason) == "QUOTA_EXCEEDED"
     large.close()
     large.write(b"late")
-    assert (store.held_bytes, files(store)) == (0, set())
+    assert (store.held_bytes, stored_files(store)) == (0, set())
 
 
 _DISK = """
@@ -198,14 +213,47 @@ def test_restart_keeps_blobs_and_their_order(tmp_path: Path) -> None:
     assert ".upload-left-behind" not in files(store)
 
 
-def test_small_blobs_count_with_their_disk_space(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 10 * PAGE)
+def test_small_blobs_count_with_their_disk_space(open_store: OpenStore) -> None:
+    store = open_store(10 * PAGE)
     first = [put(store, bytes([number]) * 5) for number in range(10)]
     assert store.held_bytes == 10 * PAGE
     put(store, b"one more")
     assert store.missing(first) == first[:1]
-    again = BlobStore(tmp_path, 10 * PAGE)
+    again = open_store(10 * PAGE)
     assert again.held_bytes == 10 * PAGE
+
+
+def test_number_of_stored_blobs_is_limited(open_store: OpenStore) -> None:
+    store = open_store(1 << 30, 3)
+    ada, grace = store.for_tenant("ada", 1 << 20, 2), store.for_tenant("grace", 1 << 20, 3)
+    first, second = put(ada, b""), put(ada, b"2")
+    third = put(ada, b"3")
+    assert ada.missing([first, second, third]) == [first]
+    with ada.pinned([second, third]):
+        found = refusal(put, ada, b"4")
+        assert reason_name(found.reason) == "QUOTA_EXCEEDED"
+        assert "at most 2 blobs" in found.message
+        assert "--tenant-blobs" in found.message
+        put(grace, b"4")
+        with grace.pinned([name_of(b"4")]):
+            assert "--max-blobs" in refusal(put, grace, b"5").message
+    for data in (b"5", b"6"):
+        put(grace, data)
+    # Blobs of the tenant with the largest number are removed first.
+    assert ada.missing([second, third]) == [second]
+    assert grace.missing([name_of(data) for data in (b"4", b"5", b"6")]) == [name_of(b"4")]
+    assert (ada.held_count, grace.held_count) == (1, 2)
+
+
+def test_restart_keeps_blobs_and_uses(open_store: OpenStore) -> None:
+    store = open_store(3 * PAGE)
+    a, b, c = (put(store, bytes([letter]) * PAGE) for letter in b"abc")
+    store.missing([a])
+    store.maintain()
+    store = open_store(3 * PAGE)
+    assert store.held_bytes == 3 * PAGE
+    put(store, b"d" * PAGE)
+    assert store.missing([a, b, c]) == [b]
 
 
 def test_number_of_blobs_is_limited(tmp_path: Path) -> None:
@@ -315,8 +363,8 @@ def test_upload_replaces_a_damaged_file(tmp_path: Path) -> None:
     assert store.held_bytes == PAGE
 
 
-def test_blob_pinned_before_its_upload_is_not_removed(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 2 * PAGE)
+def test_blob_pinned_before_its_upload_is_not_removed(open_store: OpenStore) -> None:
+    store = open_store(2 * PAGE)
     store.pin_unchecked([name_of(b"late")])
     put(store, b"late")
     put(store, b"1")

@@ -131,7 +131,7 @@ def test_second_server_is_refused_after_the_lock_file_was_removed(kept: Path, ca
     (kept / "gradrule.lock").unlink()
     with pytest.raises(StoreError, match="in use by another server"):
         Store(kept)
-    store.check_files()
+    store.check()
     assert "lock file" in caplog.text
     with pytest.raises(StoreError, match=rf"in use by another server \(process {os.getpid()}\)"):
         Store(kept)
@@ -146,7 +146,7 @@ def test_writes_to_a_removed_file_are_refused(
 ) -> None:
     store = Store(kept)
     store.add_rule(rule("Second"))
-    store.check_files()
+    store.check()
     assert not caplog.messages
     aside = kept / "aside"
     (kept / name).rename(aside)
@@ -159,7 +159,7 @@ def test_writes_to_a_removed_file_are_refused(
         # Callers are not told where the server keeps its files.
         assert str(kept) not in refusal.value.message
     for _ in range(3):
-        store.check_files()
+        store.check()
     assert len(caplog.messages) == 1
     assert f"{kept / name} was {'replaced' if is_replaced else 'removed'}" in caplog.text
     aside.rename(kept / name)

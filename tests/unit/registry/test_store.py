@@ -1,21 +1,18 @@
+"""Tests the rows of registries, on either database."""
+
 from __future__ import annotations
 
-import os
 import signal
-import sqlite3
-import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event
 
-from gradrule.v1 import errors_pb2
-from gradrule_server.errors import GradruleError
-from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError, counted_size
+from tests.unit.registry.rows import execute
 
 
 def rule(name: str) -> RuleRow:
@@ -31,27 +28,12 @@ def content(graph: bytes = b"graph") -> ProgramContent:
 
 
 def blob_count(store: Store) -> int:
-    with sqlite3.connect(store.path) as connection:
-        return int(connection.execute("SELECT count(*) FROM blobs").fetchone()[0])
+    [(count,)] = execute(store, "SELECT count(*) FROM blobs")
+    return int(count)
 
 
-def test_only_the_owner_can_access_folder_and_file(tmp_path: Path) -> None:
-    store = Store(tmp_path / "a" / "b")
-    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
-    assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
-    store.close()
-
-
-def test_every_connection_is_durable_and_checks_foreign_keys(store: Store) -> None:
-    with store._database.read() as first, store._database.read() as second:
-        for connection in (first, second):
-            assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
-            assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
-            assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
-
-
-def test_rows_survive_the_process(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_rows_survive_the_process(open_store: Callable[[], Store]) -> None:
+    store = open_store()
     store.add_rule(rule("b"))
     store.add_rule(rule("a"))
     store.add_rule(rule("c"))
@@ -59,18 +41,17 @@ def test_rows_survive_the_process(tmp_path: Path) -> None:
     store.add_program(program("p"), content())
     store.close()
 
-    store = Store(tmp_path)
+    store = open_store()
     assert store.rules() == [rule("a"), rule("b")]
     assert store.program("p") == program("p")
     assert store.program("q") is None
     assert store.program_content("p", "same") == content()
     assert store.program_content("p", "other") is None
-    store.close()
 
 
 def test_failed_write_leaves_nothing(store: Store) -> None:
     store.add_program(program("p"), content(b"one"))
-    with pytest.raises(Exception, match="UNIQUE"):
+    with pytest.raises(Exception, match=r"UNIQUE|unique"):
         store.add_program(program("p"), content(b"two"))
     assert blob_count(store) == 1
     store.add_program(program("q"), content(b"two"))
@@ -84,26 +65,6 @@ def test_programs_share_a_graph_until_the_last_is_deleted(store: Store) -> None:
     assert store.program_content("q", "same") == content()
     store.remove_program("q")
     assert blob_count(store) == 0
-
-
-def test_storing_a_graph_does_not_depend_on_other_tenants(store: Store) -> None:
-    graph = b"graph" * 1_000_000
-
-    def added(tenant: str) -> int:
-        """Pages that keeping the program takes."""
-        with store._database.read() as connection:
-            before = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
-        store.add_program(program("p"), content(graph), tenant)
-        with store._database.read() as connection:
-            return int(connection.exec_driver_sql("PRAGMA page_count").scalar_one()) - before
-
-    first, second = added("ada"), added("grace")
-    assert abs(first - second) <= 2
-    assert blob_count(store) == 2
-    store.remove_program("p", "ada")
-    assert blob_count(store) == 1
-    assert store.program_content("p", "same", "ada") is None
-    assert store.program_content("p", "same", "grace") == content(graph)
 
 
 def test_counted_bytes_match_added_and_freed_bytes(store: Store) -> None:
@@ -123,27 +84,6 @@ def test_counted_bytes_match_added_and_freed_bytes(store: Store) -> None:
     assert store.remove_program("p", "ada") == 0
     store.remove_rule("a", "ada")
     assert store.kept_bytes() == store.kept_bytes("ada") == 0
-
-
-def test_full_disk_is_an_error_and_adds_nothing(tmp_path: Path) -> None:
-    Store(tmp_path).close()
-    store = Store(tmp_path)
-
-    @event.listens_for(store._database._engine, "connect")
-    def bound(connection: sqlite3.Connection, _: object) -> None:
-        # What a full disk is to SQLite: the file does not grow.
-        connection.execute("PRAGMA max_page_count = 20")
-
-    store._database._engine.dispose()
-    with pytest.raises(GradruleError, match=r"disk .* is full") as refusal:
-        store.add_program(program("p"), content(b"graph" * 100_000))
-    assert refusal.value.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED
-    with pytest.raises(GradruleError, match=r"disk .* is full"):
-        store.add_rule(RuleRow("a", b"definition" * 100_000, "", 1))
-    assert store.counts() == (0, 0)
-    assert blob_count(store) == 0
-    store.add_program(program("p"), content())
-    store.close()
 
 
 def test_refused_program_is_not_added(store: Store) -> None:
@@ -179,9 +119,10 @@ def test_threads_write_and_read_at_the_same_time(store: Store) -> None:
 _CREATE_FOREVER = """
 import itertools, os, sys
 from pathlib import Path
+from gradrule_server.registry.database import open_database
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 
-store, start = Store(Path(sys.argv[1])), sys.argv[2]
+store, start = Store(open_database(sys.argv[1], Path(sys.argv[2]))), sys.argv[3]
 for number in itertools.count():
     name = f"r{start}_{number}"
     store.add_rule(RuleRow(name, os.urandom(3000), "", number))
@@ -191,12 +132,13 @@ for number in itertools.count():
 """
 
 
-def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_kill_9_loses_nothing_that_was_acknowledged(
+    open_store: Callable[[], Store], registry_url: str, tmp_path: Path
+) -> None:
     acknowledged: set[str] = set()
     for start, count in enumerate((1, 7, 20, 3, 12)):
-        child = subprocess.Popen(
-            [sys.executable, "-c", _CREATE_FOREVER, str(tmp_path), str(start)], stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-c", _CREATE_FOREVER, registry_url, str(tmp_path / "data"), str(start)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         for _ in range(count):
             acknowledged.add(child.stdout.readline().strip())
@@ -205,7 +147,7 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
         child.stdout.close()
         assert child.wait() == -signal.SIGKILL
 
-        store = Store(tmp_path)
+        store = open_store()
         rules = {row.name for row in store.rules()}
         programs = store.program_identities()
         # What was in flight may be there or not; what was acknowledged must.
@@ -219,100 +161,53 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     assert len(acknowledged) >= 43
 
 
-def test_second_server_on_same_folder_is_refused(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    with pytest.raises(StoreError, match=rf"in use by another server \(process {os.getpid()}\)"):
-        Store(tmp_path)
-    store.close()
-    Store(tmp_path).close()
-
-
-def test_invalid_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    (tmp_path / "gradrule.db").write_bytes(b"this is no database" * 500)
-    with pytest.raises(StoreError, match=r"damaged.*not a database.*move it away and restore a backup"):
-        Store(tmp_path)
-    (tmp_path / "gradrule.db").unlink()
-    Store(tmp_path).close()
-
-
-@pytest.mark.parametrize("name", ["gradrule.db-wal", "gradrule.db-shm", "gradrule.db-journal"])
-def test_no_new_database_is_created_beside_the_log_of_a_lost_one(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(
-        StoreError, match=rf"is missing, but its log {name} exists.*put gradrule\.db back.*gradrule registry new"
-    ):
-        Store(tmp_path)
-    assert not (tmp_path / "gradrule.db").exists()
-    (tmp_path / name).unlink()
-    Store(tmp_path).close()
-
-
-def test_damaged_page_is_detected_at_the_start(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    for number in range(100):
-        store.add_rule(rule(f"r{number}"))
-    store.close()
-    file = tmp_path / "gradrule.db"
-    raw = bytearray(file.read_bytes())
-    raw[4096 : len(raw)] = b"\xff" * (len(raw) - 4096)
-    file.write_bytes(raw)
-    with pytest.raises(StoreError, match="damaged"):
-        Store(tmp_path)
-
-
-def test_changed_graph_is_detected_when_it_is_read(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_changed_graph_is_detected_when_it_is_read(store: Store) -> None:
     store.add_program(program("p"), content(b"graph"))
-    with sqlite3.connect(store.path) as connection:
-        connection.execute("UPDATE blobs SET content = ?", (b"grapf",))
+    execute(store, "UPDATE blobs SET content = :content", content=b"grapf")
     with pytest.raises(UnreadableRowError, match="its graph is damaged"):
         store.program_content("p", "same")
-    store.close()
 
 
-def test_damaged_graph_affects_only_its_program(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    graphs = {"p": b"first graph" * 10_000, "q": b"other graph" * 10_000}
-    for name, graph in graphs.items():
-        store.add_program(program(name), content(graph))
-    store.close()
-    file = tmp_path / "gradrule.db"
-    raw = file.read_bytes()
-    middle = raw.index(b"first graph" * 10) + 50_000
-    # The first bytes of a page lead to the next one.
-    page = middle // 4096 * 4096
-    file.write_bytes(raw[:page] + b"\xff" * 4096 + raw[page + 4096 :])
-    store = Store(tmp_path)
-    with pytest.raises(UnreadableRowError, match="its graph"):
-        store.program_content("p", "same")
-    assert store.program_content("q", "same") == content(graphs["q"])
-    store.close()
+def test_texts_of_any_characters_are_stored_unchanged(store: Store) -> None:
+    texts = ["", "a\0b", "\\0 \\x00 \\N", "%s %(name)s :name ?", "straße", "\N{GRINNING FACE}", "\ufffe\x7f\x01"]
+    for number, text in enumerate(texts):
+        store.add_rule(RuleRow(f"r{number}", bytes(range(256)), text, 2**62))
+    assert [row.description for row in store.rules()] == texts
+    assert {(row.definition, row.create_time_us) for row in store.rules()} == {(bytes(range(256)), 2**62)}
+    assert store.kept_bytes() == sum(counted_size(row) for row in store.rules())
 
 
-def test_newer_schema_is_refused(tmp_path: Path) -> None:
-    Store(tmp_path).close()
-    with sqlite3.connect(tmp_path / "gradrule.db") as connection:
-        connection.execute("UPDATE meta SET value = '3' WHERE key = 'schema_version'")
-    with pytest.raises(StoreError, match=r"version 3, and this server reads version 2; start the server that wrote it"):
-        Store(tmp_path)
+def test_names_sort_by_their_bytes(store: Store) -> None:
+    names = ["A.b", "A_b", "Ab", "B", "Z", "_a", "a", "a-b", "a.B", "a.b", "a0", "a_b", "ab", "b"]
+    for name in reversed(names):
+        store.add_rule(rule(name), "\N{GREEK SMALL LETTER PI} tenant")
+    assert [row.name for row in store.rules("\N{GREEK SMALL LETTER PI} tenant")] == sorted(names)
+    assert sorted(names) != sorted(names, key=str.lower)
+    ids = sorted(["a", "a-b", "a.b", "a0", "a_b", "ab", "a-", "a."])
+    for program_id in ids:
+        store.add_program(program(program_id), content())
+    found: list[str] = []
+    while True:
+        rows, has_more = store.programs_after(found[-1] if found else "", 3, 1 << 20)
+        found += [row.id for row in rows]
+        if not has_more:
+            break
+    assert found == ids
 
 
-def test_database_of_another_program_is_refused_unchanged(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "gradrule.db") as connection:
-        connection.execute("CREATE TABLE photographs (id INTEGER)")
-    with pytest.raises(StoreError, match="database of another program"):
-        Store(tmp_path)
-    with sqlite3.connect(tmp_path / "gradrule.db") as connection:
-        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("photographs",)]
+def test_rows_can_be_read_by_name(store: Store) -> None:
+    for name in ("a", "b", "c"):
+        store.add_rule(rule(name))
+        store.add_program(program(name, name), content())
+    assert [row.name for row in store.rules(names=["c", "a", "none"])] == ["a", "c"]
+    assert store.program_identities(ids=["b", "none"]) == {"b": "b"}
+    assert [row[:2] for row in store.program_specs("default", ["b"])] == [("default", "b")]
+    assert store.rules("ada", ["a"]) == []
+    assert store.program_specs("ada", ["a"]) == []
 
 
-def test_error_names_an_unusable_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"file/data cannot be used: Not a directory; give another --data-dir"):
-        Store(tmp_path / "file" / "data")
-
-
-def test_error_names_a_path_that_is_not_a_file(tmp_path: Path) -> None:
-    (tmp_path / "gradrule.db").mkdir()
-    with pytest.raises(StoreError, match=r"gradrule\.db cannot be opened"):
-        Store(tmp_path)
+def test_large_graph_is_stored(store: Store) -> None:
+    graph = bytes(range(256)) * (12 << 12)
+    store.add_program(program("p"), content(graph))
+    assert store.program_graph_bytes("p", "same") == len(graph)
+    assert store.program_content("p", "same") == content(graph)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from gradrule.v1 import errors_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore, folder_name
-from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.rules import RuleRegistry
-from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
-from tests.unit.registry.version_1 import DEFINITION, version_1
+from gradrule_server.registry.store import Store
+from tests.unit.registry.version_1 import DEFINITION
 
 PAGE = 4096
 """What a file takes on a disk at least."""
@@ -172,81 +170,3 @@ def test_rooms_are_counted_as_names_come_and_go(store: Store) -> None:
     registries[0].create("c", DEFINITION, "")
     assert "--max-rules" in refusal(registries[1].create, "b", DEFINITION, "").message
     assert server.used == 2
-
-
-def schema(file: Path) -> list[str]:
-    database = sqlite3.connect(file)
-    found = [row[0] for row in database.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL ORDER BY name")]
-    database.close()
-    return [" ".join(text.replace("(", " ( ").replace(")", " ) ").replace(",", " , ").split()) for text in found]
-
-
-def test_a_store_of_the_first_schema_becomes_the_first_tenant_s(tmp_path: Path) -> None:
-    file = version_1(tmp_path)
-    store = Store(tmp_path)
-    assert store.rules() == [RuleRow("Q", DEFINITION.SerializeToString(), "kept", 5)]
-    assert store.program("p") == ProgramRow("p", "same", b"", 7)
-    assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"")
-    assert store.rules("ada") == []
-    assert store.counts() == (1, 1)
-    store.add_rule(RuleRow("Q", b"", "ada's", 6), "ada")
-    store.add_program(ProgramRow("q", "same", b"", 8), ProgramContent(b"", b"graph", b""))
-    store.remove_program("p")
-    assert store.program_content("q", "same") == ProgramContent(b"", b"graph", b"")
-    store.close()
-    # The tables are those that a new store has.
-    Store(tmp_path / "new").close()
-    assert schema(file) == schema(tmp_path / "new" / "gradrule.db")
-    Store(tmp_path).close()
-
-
-def test_what_was_there_before_is_kept_beside(tmp_path: Path) -> None:
-    before = schema(version_1(tmp_path))
-    Store(tmp_path).close()
-    kept = tmp_path / "gradrule.db.v1"
-    assert schema(kept) == before
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    database = sqlite3.connect(kept)
-    assert database.execute("SELECT name FROM rules").fetchall() == [("Q",)]
-    database.close()
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
-
-
-def test_a_migration_that_fails_leaves_the_old_store(tmp_path: Path) -> None:
-    file = version_1(tmp_path)
-    database = sqlite3.connect(file)
-    database.execute("CREATE TABLE rules_1 (name VARCHAR)")
-    database.commit()
-    database.close()
-    before = schema(file)
-    with pytest.raises(StoreError):
-        Store(tmp_path)
-    assert schema(file) == before
-    database = sqlite3.connect(file)
-    database.execute("DROP TABLE rules_1")
-    database.commit()
-    database.close()
-    store = Store(tmp_path)
-    assert store.counts() == (1, 1)
-    store.close()
-
-
-def test_a_disk_without_room_for_the_copy_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    version_1(tmp_path)
-    connect = sqlite3.connect
-
-    def connect_where_the_disk_is_full(path: Any, **options: Any) -> sqlite3.Connection:
-        connection = connect(path, **options)
-        # What a full disk is to SQLite: the file does not grow.
-        connection.execute("PRAGMA max_page_count = 2")
-        return connection
-
-    with monkeypatch.context() as patched:
-        patched.setattr(sqlite3, "connect", connect_where_the_disk_is_full)
-        with pytest.raises(StoreError, match=r"cannot be opened: .*disk is full") as refusal:
-            Store(tmp_path)
-    assert "move it away" not in str(refusal.value)
-    assert not list(tmp_path.glob("*.v1*"))
-    store = Store(tmp_path)
-    assert store.counts() == (1, 1)
-    store.close()

@@ -1,5 +1,5 @@
 import type { Feed } from "./feeds";
-import { fill, random } from "./feeds";
+import { random } from "./feeds";
 import type { SpecForm } from "./spec";
 
 export interface Example {
@@ -11,7 +11,7 @@ export interface Example {
   form: SpecForm;
   /** Rules to compare with. */
   rules: string[];
-  feeds: Record<string, Partial<Feed>>;
+  feeds: () => Record<string, Partial<Feed>>;
 }
 
 const FLOAT = { type: "DT_FLOAT" };
@@ -23,8 +23,15 @@ function placeholder(name: string, shape: (number | null)[]): object {
 
 function weights(name: string, shape: number[], seed: number): object {
   const next = random(seed);
-  const floatVal =
-    (fill([shape.reduce((a, b) => a * b, 1)], () => Number((next() * 2 - 1).toFixed(3))) as number[]) ?? [];
+  const size = shape.reduce((product, each) => product * each, 1);
+  return constant(
+    name,
+    shape,
+    Array.from({ length: size }, () => Number((next() * 2 - 1).toFixed(3))),
+  );
+}
+
+function constant(name: string, shape: number[], floatVal: number[]): object {
   const tensor = { dtype: "DT_FLOAT", tensorShape: { dim: shape.map((size) => ({ size })) }, floatVal };
   return { name, op: "Const", attr: { dtype: FLOAT, value: { tensor } } };
 }
@@ -63,18 +70,33 @@ const binary: Example = {
     overrides: [{ kind: "opType", value: "Sign", rule: "ste_sign", params: "clip=1" }],
   },
   rules: ["atan"],
-  feeds: { x: { kind: "random", shape: "4, 4", seed: 1, text: "" } },
+  feeds: () => ({ x: { shape: "4, 4" } }),
 };
+
+// Four filters for edges in four directions, from one side to the other.
+const EDGES = [-1, 0, 1].flatMap((y) => [-1, 0, 1].flatMap((x) => [x, y, -x, -y].map((each) => each / 3)));
+
+/** Draws a digit four. */
+function digit(): ImageBitmap {
+  const canvas = new OffscreenCanvas(28, 28);
+  const context = canvas.getContext("2d")!;
+  context.fillRect(0, 0, 28, 28);
+  context.strokeStyle = "white";
+  context.lineWidth = 2.5;
+  context.lineCap = context.lineJoin = "round";
+  context.stroke(new Path2D("M17,4 L7,18 H22 M17,12 V24"));
+  return canvas.transferToImageBitmap();
+}
 
 const convolution: Example = {
   name: "convolution",
   title: "Image network",
-  text: "Two convolutions with ReLU. Guided backpropagation and the network's own gradient, as images.",
+  text: "Two convolutions with ReLU, and the image of a digit. Guided backpropagation beside the network's own gradient.",
   graph: () => ({
     node: [
       placeholder("image", [null, 28, 28, 1]),
       ...[1, 2].flatMap((layer) => [
-        weights(`conv_${layer}/kernel`, [3, 3, layer === 1 ? 1 : 4, 4], 10 + layer),
+        layer === 1 ? constant("conv_1/kernel", [3, 3, 1, 4], EDGES) : weights("conv_2/kernel", [3, 3, 4, 4], 12),
         {
           name: `conv_${layer}/Conv2D`,
           op: "Conv2D",
@@ -96,7 +118,7 @@ const convolution: Example = {
     overrides: [{ kind: "opType", value: "Relu", rule: "guided_relu", params: "" }],
   },
   rules: [],
-  feeds: { image: { kind: "random", shape: "1, 28, 28, 1", seed: 1, text: "" } },
+  feeds: () => ({ image: { kind: "image", shape: "1, 28, 28, 1", image: digit() } }),
 };
 
 /** Graphs that a newcomer can start with. */

@@ -1,3 +1,4 @@
+import { useEffect, useRef } from "preact/hooks";
 import { type Feed, type FeedKind, initialFeed } from "./feeds";
 import type { TensorSpec } from "./types";
 
@@ -9,7 +10,7 @@ export function specText({ dtype, shape }: TensorSpec): string {
 export interface FeedEditorProps {
   inputs: TensorSpec[];
   feeds: Record<string, Feed>;
-  onChange: (feeds: Record<string, Feed>) => void;
+  onChange: (update: (before: Record<string, Feed>) => Record<string, Feed>) => void;
 }
 
 /** Reads an image file; one that the browser cannot read gives an error to show. */
@@ -21,13 +22,24 @@ async function readImage(file: File): Promise<Pick<Feed, "image" | "imageError">
   }
 }
 
+function Preview({ image }: { image: ImageBitmap }) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  useEffect(() => {
+    const context = canvas.current!.getContext("2d")!;
+    context.clearRect(0, 0, image.width, image.height);
+    context.drawImage(image, 0, 0);
+  }, [image]);
+  return <canvas class="graph-preview" ref={canvas} width={image.width} height={image.height} aria-hidden="true" />;
+}
+
 /** Edits the values of placeholders: random numbers, typed values, or an image. */
 export function FeedEditor({ inputs, feeds, onChange }: FeedEditorProps) {
   return (
     <div class="stack">
       {inputs.map((spec) => {
         const feed = feeds[spec.name] ?? initialFeed(spec);
-        const change = (part: Partial<Feed>) => onChange({ ...feeds, [spec.name]: { ...feed, ...part } });
+        const change = (part: Partial<Feed>) =>
+          onChange((before) => ({ ...before, [spec.name]: { ...(before[spec.name] ?? feed), ...part } }));
         return (
           <fieldset class="graph-feed">
             <legend>
@@ -73,15 +85,12 @@ export function FeedEditor({ inputs, feeds, onChange }: FeedEditorProps) {
                 />
               </label>
             )}
-            {feed.kind === "image" && feed.imageError && (
-              <p class="field-error" role="alert">
-                {feed.imageError}
-              </p>
-            )}
+            {feed.kind === "image" && feed.image && <Preview image={feed.image} />}
             {feed.kind === "image" && (
-              <label class="graph-inline">
+              <label class="button graph-file">
+                Choose image
                 <input
-                  class="input"
+                  class="visually-hidden"
                   type="file"
                   accept="image/*"
                   aria-label={`Image for ${spec.name}`}
@@ -91,6 +100,11 @@ export function FeedEditor({ inputs, feeds, onChange }: FeedEditorProps) {
                   }}
                 />
               </label>
+            )}
+            {feed.kind === "image" && feed.imageError && (
+              <p class="field-error" role="alert">
+                {feed.imageError}
+              </p>
             )}
           </fieldset>
         );

@@ -58,6 +58,13 @@ export function SpecEditor({ facts, form, onChange }: SpecEditorProps) {
       </div>
       <fieldset class="graph-overrides">
         <legend>Overrides: the first that matches a node applies</legend>
+        {form.overrides.length > 0 && (
+          <div class="graph-override graph-override-head" aria-hidden="true">
+            {["Selector", "Matches", "Rule", "Params"].map((title) => (
+              <span>{title}</span>
+            ))}
+          </div>
+        )}
         {form.overrides.map((row, index) => (
           <div class="graph-override" role="group" aria-label={`Override ${index + 1}`}>
             <select

@@ -139,9 +139,10 @@ interface RunProps {
 }
 
 function Run({ graph, form, example, inputs, ready }: RunProps) {
-  const [feeds, setFeeds] = useState<Record<string, Feed>>(() =>
-    Object.fromEntries(inputs.map((spec) => [spec.name, { ...initialFeed(spec), ...example?.feeds[spec.name] }])),
-  );
+  const [feeds, setFeeds] = useState<Record<string, Feed>>(() => {
+    const known = example?.feeds() ?? {};
+    return Object.fromEntries(inputs.map((spec) => [spec.name, { ...initialFeed(spec), ...known[spec.name] }]));
+  });
   const [rules, setRules] = useState([example?.rules[0] ?? "", ""]);
   const [plain, setPlain] = useState(true);
   const [results, setResults] = useState<ColumnResult[]>();
@@ -226,12 +227,7 @@ function Run({ graph, form, example, inputs, ready }: RunProps) {
         </p>
         {error !== undefined && <ErrorBox error={error} />}
       </section>
-      {results && (
-        <section class="stack" aria-label="Results">
-          <h2>Results</h2>
-          <Results results={results} />
-        </section>
-      )}
+      {results && <Results results={results} />}
     </>
   );
 }

@@ -295,6 +295,7 @@ def _second_line(index: int, structure: Structure, facts: Facts) -> str:
     if fact.rule is None:
         # A tensor with a name of its own shows the node's name too.
         name = facts.names.get(index, leaf.name)
-        return op if name in (leaf.name, leaf.label) else text.shortened(text.clean(f"{op} {leaf.name}"), _MAX_LABEL)
+        is_known = name in (leaf.name, leaf.label) or leaf.name == leaf.node.op
+        return op if is_known else text.shortened(text.clean(f"{op} {leaf.name}"), _MAX_LABEL)
     status = "" if fact.status == ACTIVE else f" ({fact.status.replace('_', ' ')})"
     return text.shortened(f"{op} → {text.clean(facts.rules[fact.rule])}", _MAX_LABEL) + status

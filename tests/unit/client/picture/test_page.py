@@ -170,6 +170,8 @@ def test_tensors_have_the_names_types_and_shapes_that_are_known() -> None:
     drawn = view(layered_explained())
     assert ("y", "ys: predictions (Identity)") in drawn.heading
     assert "predictions" in drawn.labels and "Identity" not in drawn.labels
+    # The op's name is the node's: once is enough.
+    assert drawn.subtitles[drawn.labels.index("predictions")] == "Identity"
 
 
 def test_constants_are_marked_unless_a_gradient_passes_them() -> None:

@@ -76,17 +76,18 @@ export function drawGraph(graph: GraphData, layout: Layout, marks: Marks, measur
 
 function edgeOf(route: Route, selected: number | null): SVGElement {
   const near = route.source === selected || route.target === selected;
+  const tip = near ? "near" : route.onPath ? "thick" : "plain";
   return svg("path", {
     class: `edge${route.onPath ? " path" : ""}${near ? " near" : ""}`,
     d: pathOf(route.points),
-    "marker-end": `url(#gv-${route.onPath ? "thick" : "plain"})`,
+    "marker-end": `url(#gv-${tip})`,
     "data-edge": `${route.source} ${route.target}`,
   });
 }
 
 /** Returns the arrow heads, for the drawing's `defs`. */
 export function arrows(): SVGElement[] {
-  return ["plain", "thick"].map((name) => {
+  return ["plain", "thick", "near"].map((name) => {
     const shape = {
       viewBox: "0 0 8 8",
       refX: 7,
@@ -118,7 +119,7 @@ function control(graph: GraphData, at: Placed, className: string, ...inside: SVG
 
 function headOf(graph: GraphData, at: Placed): SVGElement {
   const head = svg("rect", { class: "head", x: at.x, y: at.y, width: at.w, height: HEAD, rx: 9 });
-  const text = words(`▾ ${at.label}`, { class: "name", x: at.x + 10, y: at.y + 19, "font-size": LABEL_SIZE });
+  const text = words(`▾ ${at.label}`, { class: "name", x: at.x + at.labelAt, y: at.y + 19, "font-size": LABEL_SIZE });
   return control(graph, at, "opened", head, text);
 }
 

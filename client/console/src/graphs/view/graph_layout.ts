@@ -4,6 +4,7 @@ import { type GraphData, hasClass, ROOT, type Tree } from "./graph_data";
 /** Sizes of boxes in pixels at 100 %. */
 export const LABEL_SIZE = 13;
 export const TEXT_SIZE = 12;
+const TEXT_HEIGHT = 16;
 export const LEAF_HEIGHT = 44;
 export const BADGE_HEIGHT = 22;
 export const HEAD = 28;
@@ -29,6 +30,8 @@ export interface Placed extends Rect {
   box: number;
   label: string;
   open: boolean;
+  /** Where the label of an open scope starts, relative to the box. */
+  labelAt: number;
 }
 
 export interface Point {
@@ -77,7 +80,8 @@ export function layoutGraph(tree: Tree, opened: ReadonlySet<number>, measure: Me
     for (const [child, at] of laid.get(scope)!.rects) rects.set(child, { ...at, x: outer.x + at.x, y: outer.y + at.y });
   }
   const placed = boxes.map((box): Placed => {
-    return { ...rects.get(box)!, box, label: tree.labels[box]!, open: opened.has(box) };
+    const labelAt = laid.get(box)?.labelAt ?? PAD;
+    return { ...rects.get(box)!, box, label: tree.labels[box]!, open: opened.has(box), labelAt };
   });
   const routes = merged.map((edge) => routeOf(edge, laid, rects));
   const ordered = [...routes.filter((route) => !route.onPath), ...routes.filter((route) => route.onPath)];
@@ -99,6 +103,8 @@ interface Segment {
 interface ScopeLayout {
   w: number;
   h: number;
+  /** Where the scope's own label starts, between the edges that enter the scope. */
+  labelAt: number;
   /** Children, relative to the scope. */
   rects: Map<number, Rect>;
   /** Horizontal positions of ports, relative to the scope. */
@@ -181,7 +187,7 @@ function layoutScope(
   const ports = new Set<End>();
   for (const { from, to, name, text } of segments.values()) {
     for (const end of [from, to]) if (typeof end !== "number") ports.add(end);
-    const size = text ? { width: measure(text, TEXT_SIZE) + 8, height: 16, labelpos: "c" } : {};
+    const size = text ? { width: measure(text, TEXT_SIZE), height: TEXT_HEIGHT, labelpos: "r", labeloffset: 6 } : {};
     for (const end of [from, to]) if (!graph.hasNode(String(end))) graph.setNode(String(end), { width: 1, height: 0 });
     graph.setEdge(String(from), String(to), size, name);
   }
@@ -227,25 +233,24 @@ function measured(
   const children = tree.children[scope]!;
   const keys = [...segments.values()];
   const edges = keys.map(
-    ({ from, to, name }) => graph.edge(String(from), String(to), name) as { points: Point[] } & Point,
+    ({ from, to, name }) => graph.edge(String(from), String(to), name) as { points: Point[]; width: number } & Point,
   );
   const spans = children.map((child) => drawn(child));
-  const lefts = [
-    ...spans.map(({ x, width }) => x - width / 2),
-    ...edges.flatMap(({ points }) => points.map(({ x }) => x)),
-  ];
-  const rights = [
-    ...spans.map(({ x, width }) => x + width / 2),
-    ...edges.flatMap(({ points }) => points.map(({ x }) => x)),
-  ];
+  const texts = edges.filter((_, index) => keys[index]!.text);
+  const bends = edges.flatMap(({ points }) => points.map(({ x }) => x));
+  const lefts = [...spans.map(({ x, width }) => x - width / 2), ...bends];
+  const rights = [...[...spans, ...texts].map(({ x, width }) => x + width / 2), ...bends];
   const left = Math.min(...lefts, Infinity);
   const top = Math.min(...spans.map(({ y, height }) => y - height / 2));
   const bottom = Math.max(...spans.map(({ y, height }) => y + height / 2));
   const head = scope === ROOT ? PAD : HEAD + 6;
   const content = Math.max(...rights) - left;
-  const name = scope === ROOT ? 0 : measure(`▾ ${tree.labels[scope]!}`, LABEL_SIZE) + 8;
-  const w = Math.max(content, name) + 2 * PAD;
-  const dx = (w - content) / 2 - left;
+  const name = scope === ROOT ? 0 : measure(`▾ ${tree.labels[scope]!}`, LABEL_SIZE);
+  const least = Math.max(content, name + 8) + 2 * PAD;
+  const dx = (least - content) / 2 - left;
+  const entries = [...ports].filter((port) => String(port).startsWith("in")).map((port) => drawn(port).x + dx);
+  const labelAt = freePlace(entries, name);
+  const w = Math.max(least, labelAt + name + PAD);
   const dy = head - top;
   const h = bottom - top + head + PAD;
   const rects = new Map(
@@ -256,14 +261,22 @@ function measured(
   );
   const rows = rowsOf([...rects.values()]);
   const routes: ScopeLayout["routes"] = new Map();
-  keys.forEach(({ from, to, name }, index) => {
+  keys.forEach(({ from, to, name, text }, index) => {
     const { points, x, y } = edges[index]!;
     const moved = points.map((point) => ({ x: point.x + dx, y: point.y + dy }));
-    const passed = moved.slice(1, -1).flatMap((point) => alongRow(point, rows));
+    // The text of an edge is beside a straight part of it.
+    const beside = text ? [{ middle: y + dy, top: y + dy - TEXT_HEIGHT / 2, bottom: y + dy + TEXT_HEIGHT / 2 }] : [];
+    const passed = moved.slice(1, -1).flatMap((point) => alongRow(point, [...beside, ...rows]));
     const route = [moved[0]!, ...(moved[0]!.y > moved.at(-1)!.y ? passed.reverse() : passed), moved.at(-1)!];
     routes.set(segmentKey(from, to, name), { points: route, at: { x: (x ?? 0) + dx, y: (y ?? 0) + dy } });
   });
-  return { w, h, rects, ports: new Map([...ports].map((port) => [port, drawn(port).x + dx])), routes };
+  return { w, h, labelAt, rects, ports: new Map([...ports].map((port) => [port, drawn(port).x + dx])), routes };
+}
+
+/** Returns the first place for a text that no vertical line crosses. */
+function freePlace(lines: number[], width: number): number {
+  const places = [PAD, ...lines.map((x) => x + 8).sort((a, b) => a - b)];
+  return places.find((place) => !lines.some((x) => x > place - 8 && x < place + width + 8))!;
 }
 
 /** Returns the middle, top and bottom of each row of boxes. */

@@ -1,5 +1,5 @@
 import { mark, pillOf, svg } from "./canvas";
-import { type GraphData } from "./graph_data";
+import { type GraphData, hasClass } from "./graph_data";
 
 function make(name: string, className: string, ...inside: (Node | string)[]): HTMLElement {
   const element = document.createElement(name);
@@ -23,7 +23,7 @@ export function legendPanel(graph: GraphData, open: boolean, showRule: (rule: nu
     const drawn = pill ? [sample(pillOf(pill, graph.pills[pill]!, 12, 9))] : [];
     rows.push(make("p", pill === "wrong" ? "gv-wrong" : "", ...drawn, make("span", "", line)));
   }
-  if (graph.legend.length) rows.push(make("h3", "", "Rules"));
+  if (graph.legend.length) rows.push(make("h2", "", "Rules"));
   graph.legend.forEach(({ mark: letter, name, counts }, rule) => {
     const text = make("span", "", make("b", "", name), make("small", "", counts));
     const button = make("button", "gv-rule", sample(mark(graph, rule, letter, 4, 0, 17, 18)), text);
@@ -33,8 +33,8 @@ export function legendPanel(graph: GraphData, open: boolean, showRule: (rule: nu
     button.addEventListener("click", () => showRule(rule));
     rows.push(button);
   });
-  rows.push(make("h3", "", "Lines"));
-  for (const [classes, line] of graph.samples) {
+  rows.push(make("h2", "", "Lines"));
+  for (const [classes, line] of graph.samples.filter(([classes]) => occurs(graph, classes))) {
     const drawn = classes.startsWith("edge")
       ? svg("path", { class: classes, d: "M2,9 H24" })
       : svg("g", { class: classes }, svg("rect", { class: "body", x: 2, y: 3, width: 22, height: 12, rx: 3 }));
@@ -43,6 +43,14 @@ export function legendPanel(graph: GraphData, open: boolean, showRule: (rule: nu
   const details = make("details", "", make("summary", "", "Legend"), ...rows) as HTMLDetailsElement;
   details.open = open;
   return details;
+}
+
+/** Tells whether something in the graph looks like a sample of the legend. */
+function occurs(graph: GraphData, sample: string): boolean {
+  const [kind, word] = sample.split(" ");
+  if (kind === "edge") return graph.edges.some(([, , onPath]) => onPath);
+  const isLike = (box: number) => (word ? hasClass(graph, box, word) : !hasClass(graph, box, "path"));
+  return graph.classes.some((_, box) => hasClass(graph, box, "leaf") && isLike(box));
 }
 
 /** Returns the details of a box: a node's facts, or the rules inside a scope. */

@@ -1,0 +1,211 @@
+"""Stores immutable objects by key, in a folder that several servers share or in an S3 bucket.
+
+An object becomes visible when it is complete. No key is used twice, so a late deletion removes no newer object.
+All methods block, and their time is limited where the object store is reached over a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from gradrule_server.registry.data_folder import StoreError, sync_to_disk
+
+MARKER = "gradrule.registry"
+"""Key of the object that names the registry which an object store belongs to."""
+
+_PARTIAL = ".upload-"
+_PIECE_BYTES = 8 << 20
+_USER_INFO = re.compile(r"//[^/@\s]*@")
+
+
+class ObjectStoreError(Exception):
+    """The object store cannot be used now; the message says why, without secrets."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_USER_INFO.sub("//…@", message))
+
+
+class ObjectNotFoundError(Exception):
+    """The object store works, but has no object with this key."""
+
+
+class ObjectStore(Protocol):
+    """The objects of one folder or bucket. Safe to use from several threads.
+
+    Methods raise `ObjectStoreError`; `put` also raises `OSError` if the disk of a shared folder is full.
+
+    Attributes:
+        url: Where the objects are, without secrets.
+    """
+
+    url: str
+
+    def put(self, key: str, path: Path) -> None:
+        """Stores a file's content as an object, which is durable when the method returns."""
+
+    def read(self, key: str, offset: int, count: int) -> bytes:
+        """Returns up to `count` bytes of an object, at least one; empty at its end. Raises `ObjectNotFoundError`."""
+
+    def delete(self, key: str) -> None:
+        """Deletes an object, and what an upload of it that was killed has left. Does nothing if there is none."""
+
+    def iterate(self) -> Iterator[tuple[str, int]]:
+        """Yields the key and the size in bytes of every object except the marker."""
+
+
+class FolderObjects:
+    """Objects as files of a folder, for example on NFS. Raises `StoreError` if the folder does not exist."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = folder.as_uri()
+        self._folder = folder
+        if not folder.is_dir():
+            raise StoreError(f"the folder of --blobs {self.url} does not exist; create it, or mount it")
+
+    def put(self, key: str, path: Path) -> None:
+        target = self._folder / key
+        partial = target.with_name(_PARTIAL + target.name)
+        if key == MARKER:
+            # Servers that start at the same time may all write it.
+            partial = partial.with_name(f"{partial.name}-{uuid.uuid4().hex}")
+        else:
+            self._check_marker()
+        try:
+            if not target.parent.exists():
+                # Do not create parents: without the mounted file system the objects would be on the wrong disk.
+                with contextlib.suppress(FileExistsError):
+                    target.parent.mkdir(mode=0o700)
+                sync_to_disk(self._folder)
+            try:
+                with path.open("rb") as source, partial.open("wb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+                partial.rename(target)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+            sync_to_disk(target.parent)
+        except FileNotFoundError as cause:
+            raise ObjectStoreError(f"{self.url} cannot be written: {cause.strerror}") from cause
+
+    def read(self, key: str, offset: int, count: int) -> bytes:
+        try:
+            with (self._folder / key).open("rb") as file:
+                file.seek(offset)
+                return file.read(count)
+        except FileNotFoundError as cause:
+            if key != MARKER:
+                self._check_marker()
+            raise ObjectNotFoundError(key) from cause
+        except OSError as cause:
+            raise ObjectStoreError(f"{self.url} cannot be read: {cause.strerror}") from cause
+
+    def delete(self, key: str) -> None:
+        target = self._folder / key
+        try:
+            target.unlink(missing_ok=True)
+            target.with_name(_PARTIAL + target.name).unlink(missing_ok=True)
+        except OSError as cause:
+            raise ObjectStoreError(f"{self.url} cannot be changed: {cause.strerror}") from cause
+
+    def iterate(self) -> Iterator[tuple[str, int]]:
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                path = Path(folder) / name
+                key = path.relative_to(self._folder).as_posix()
+                if key != MARKER and not name.startswith(_PARTIAL):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield key, path.stat().st_size
+
+    def _check_marker(self) -> None:
+        # A folder whose file system is not mounted is empty: objects seem to be missing, and new ones would be lost.
+        if not (self._folder / MARKER).exists():
+            raise ObjectStoreError(f"{self.url} has no file {MARKER}; its file system may not be mounted")
+
+
+def open_object_store(url: str) -> ObjectStore:
+    """Opens the object store of `--blobs`, and checks that it can be reached.
+
+    Args:
+        url: `file:///folder`, or `s3://bucket/prefix`.
+
+    Raises:
+        StoreError: The URL is invalid, the folder or bucket does not exist, or credentials are missing or refused.
+    """
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise StoreError(
+            "--blobs must hold no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+        )
+    if parts.query or parts.fragment:
+        raise StoreError("--blobs must be file:///folder or s3://bucket/prefix, without ? and #")
+    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+        return FolderObjects(Path(unquote(parts.path)))
+    if parts.scheme == "s3" and parts.netloc:
+        try:
+            from gradrule_server.registry.s3_objects import S3Objects
+        except ImportError as cause:
+            raise StoreError("--blobs s3://… needs further packages: pip install 'gradrule[s3]'") from cause
+        return S3Objects(parts.netloc, parts.path.strip("/"))
+    raise StoreError(f"--blobs must be file:///folder or s3://bucket/prefix, not {parts.scheme or url[:40]!r}")
+
+
+def read_object(objects: ObjectStore, key: str, length: int) -> Iterator[bytes]:
+    """Yields the content of an object in pieces of up to 8 MiB; fewer bytes than `length` if the object is shorter.
+
+    Raises `ObjectNotFoundError` and `ObjectStoreError`.
+    """
+    offset = 0
+    while offset < length:
+        piece = objects.read(key, offset, min(_PIECE_BYTES, length - offset))
+        if not piece:
+            return
+        yield piece
+        offset += len(piece)
+
+
+def claim(objects: ObjectStore, registry_id: str) -> bool:
+    """Marks an object store as that of a registry; returns whether it was new.
+
+    Raises:
+        StoreError: The object store belongs to another registry, or cannot be used.
+    """
+    try:
+        is_new = _owner(objects) is None
+        if is_new:
+            with tempfile.NamedTemporaryFile() as file:
+                file.write(json.dumps({"registry": registry_id}).encode() + b"\n")
+                file.flush()
+                objects.put(MARKER, Path(file.name))
+        # Read it back: another registry may have claimed it at the same time, and reading may be refused.
+        owner = _owner(objects)
+    except (ObjectStoreError, OSError) as cause:
+        raise StoreError(f"--blobs cannot be used: {cause}") from cause
+    if owner != registry_id:
+        raise StoreError(
+            f"{objects.url} holds the blobs of another registry ({owner or 'unknown'}, this one is {registry_id}); "
+            "give another --blobs, or the same --registry as the servers that use it"
+        )
+    return is_new
+
+
+def _owner(objects: ObjectStore) -> str | None:
+    """Returns the id of the registry in the marker; empty: an invalid marker; None: no marker."""
+    try:
+        found = json.loads(objects.read(MARKER, 0, 4096))["registry"]
+    except ObjectNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return found if isinstance(found, str) else ""

@@ -1,0 +1,110 @@
+"""Connects to PostgreSQL with bounded waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import Format
+from sqlalchemy import Connection, Engine, create_engine, text
+
+from gradrule_server.registry.database_url import check_url
+
+CONNECT_S = 3
+"""Longest time until a host has accepted a connection, seconds."""
+STATEMENT_S = 5.0
+"""Longest time that PostgreSQL works on a statement or waits for a lock, seconds."""
+_ANSWER_S = STATEMENT_S + 1.0
+"""Longest time without an answer, seconds; then the connection is closed."""
+
+_CONNECTIONS = 8
+# A large row gets the time that it needs at this rate, bytes per second.
+_LARGE_RATE = 5 << 20
+_LARGE_BYTES = 1 << 20
+
+_SETTINGS = {
+    "statement_timeout": f"{STATEMENT_S * 1000:.0f}",
+    "lock_timeout": f"{STATEMENT_S * 1000 - 500:.0f}",
+    # A server that hangs within a transaction must not stop the writes of all others.
+    "idle_in_transaction_session_timeout": "60000",
+    # An acknowledged write must survive, whatever the default of the database is.
+    "synchronous_commit": "on",
+}
+
+
+class _BoundedConnection(psycopg.Connection[Any]):
+    """A connection that is closed if PostgreSQL does not answer in time, as where its machine hangs."""
+
+    answer_s = _ANSWER_S
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        try:
+            return super().wait(gen, interval, self.answer_s if timeout is None else timeout)
+        except psycopg.errors._WaitTimeout as cause:
+            self.pgconn.finish()
+            raise psycopg.OperationalError(f"no answer within {self.answer_s:g} s") from cause
+
+
+class _BinaryCursor(psycopg.Cursor[Any]):
+    """A cursor that receives rows in PostgreSQL's binary format, in which bytes are half as long as in text."""
+
+    def __init__(self, connection: Any, **options: Any) -> None:
+        super().__init__(connection, **options)
+        self.format = Format.BINARY
+
+
+def create_postgres_engine(url: str) -> Engine:
+    """Returns a pool of connections; it connects when a connection is needed."""
+    check_url(url)
+
+    def connect() -> _BoundedConnection:
+        # libpq reads the URL, so that all its options work: sslmode, passfile, several hosts.
+        given = conninfo_to_dict(url)
+        options = [given.pop("options", None) or "", *(f"-c {name}={value}" for name, value in _SETTINGS.items())]
+        defaults: dict[str, Any] = {
+            "connect_timeout": CONNECT_S,
+            "application_name": "gradrule",
+            "target_session_attrs": "read-write",
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
+        }
+        arguments = defaults | {name: value for name, value in given.items() if value is not None}
+        connection: _BoundedConnection = _BoundedConnection.connect(
+            **arguments,
+            options=" ".join(options).strip(),
+            client_encoding="utf8",
+            prepare_threshold=None,
+            cursor_factory=_BinaryCursor,
+        )
+        return connection
+
+    return create_engine(
+        "postgresql+psycopg://",
+        creator=connect,
+        pool_size=_CONNECTIONS,
+        max_overflow=0,
+        pool_timeout=STATEMENT_S,
+        pool_pre_ping=True,
+    )
+
+
+@contextmanager
+def time_for(connection: Connection, size: int) -> Iterator[None]:
+    """Gives the statements of a context the time that a row of `size` bytes needs."""
+    if size < _LARGE_BYTES or connection.dialect.name != "postgresql":
+        yield
+        return
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, _BoundedConnection)
+    seconds = STATEMENT_S + size / _LARGE_RATE
+    connection.execute(text(f"SET LOCAL statement_timeout = {seconds * 1000:.0f}"))
+    driver.answer_s = seconds + 1.0
+    try:
+        yield
+        connection.execute(text(f"SET LOCAL statement_timeout = {STATEMENT_S * 1000:.0f}"))
+    finally:
+        driver.answer_s = _ANSWER_S

@@ -1,0 +1,141 @@
+"""Stores objects in an S3 bucket, or in one of a compatible service. Needs the extra `s3`.
+
+s3fs runs its requests on an event loop in a thread of its own; the methods wait for them with a time limit. Endpoint,
+credentials and region are those of the AWS libraries: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`, a role, and so on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import s3fs
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+from fsspec.asyn import sync
+
+from gradrule_server.registry.data_folder import StoreError
+from gradrule_server.registry.object_store import MARKER, ObjectNotFoundError, ObjectStoreError
+
+T = TypeVar("T")
+
+_CONNECT_S = 5
+_READ_S = 15
+# Includes one more attempt after an error of the connection.
+_REQUEST_S = 30.0
+_ATTEMPTS = 2
+# Slowest upload that is waited for, bytes a second.
+_MIN_RATE = 1 << 20
+_PART_BYTES = 8 << 20
+_PARTS_AT_ONCE = 4
+
+# At the level debug these log headers of requests, which may hold session tokens.
+_CHATTY = ("aiobotocore", "botocore", "s3fs", "fsspec", "asyncio")
+
+
+class _FileSystem(s3fs.S3FileSystem):  # type: ignore[misc]
+    retries = _ATTEMPTS
+
+
+class S3Objects:
+    """The objects of a bucket whose keys start with a prefix; see `ObjectStore`.
+
+    Raises `StoreError` if the bucket does not exist, cannot be reached, or credentials are missing or refused.
+    """
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        for name in _CHATTY:
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._files = _FileSystem(
+            config_kwargs={
+                "connect_timeout": _CONNECT_S,
+                "read_timeout": _READ_S,
+                "max_pool_connections": 64,
+                "retries": {"mode": "standard", "total_max_attempts": 1},
+            },
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+        try:
+            self._run(self._files._call_s3, "head_bucket", Bucket=bucket)
+        except ObjectNotFoundError as cause:
+            raise StoreError(f"the bucket of --blobs {self.url} does not exist; create it first") from cause
+        except ObjectStoreError as cause:
+            raise StoreError(f"--blobs {self.url} cannot be used: {cause}") from cause
+
+    def put(self, key: str, path: Path) -> None:
+        self._run(
+            self._files._put_file,
+            str(path),
+            self._path(key),
+            chunksize=_PART_BYTES,
+            max_concurrency=_PARTS_AT_ONCE,
+            timeout=_REQUEST_S + path.stat().st_size / _MIN_RATE,
+        )
+
+    def read(self, key: str, offset: int, count: int) -> bytes:
+        try:
+            return bytes(self._run(self._files._cat_file, self._path(key), start=offset, end=offset + count))
+        except _RangeError:
+            return b""
+
+    def delete(self, key: str) -> None:
+        name = self._prefix + key
+        self._run(self._files._call_s3, "delete_object", Bucket=self._bucket, Key=name)
+        # Parts of an upload that was killed only cost money, and not every service lists them.
+        with contextlib.suppress(ObjectStoreError):
+            found = self._run(self._files._call_s3, "list_multipart_uploads", Bucket=self._bucket, Prefix=name)
+            for upload in found.get("Uploads", ()):
+                part = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self._run(self._files._call_s3, "abort_multipart_upload", Bucket=self._bucket, **part)
+
+    def iterate(self) -> Iterator[tuple[str, int]]:
+        more: dict[str, Any] = {}
+        while True:
+            page = self._run(self._files._call_s3, "list_objects_v2", Bucket=self._bucket, Prefix=self._prefix, **more)
+            for item in page.get("Contents", ()):
+                key = item["Key"].removeprefix(self._prefix)
+                if key != MARKER:
+                    yield key, item["Size"]
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _path(self, key: str) -> str:
+        return f"{self._bucket}/{self._prefix}{key}"
+
+    def _run(self, request: Callable[..., Awaitable[T]], *args: Any, timeout: float = _REQUEST_S, **more: Any) -> T:
+        """Runs a coroutine of s3fs on its loop, and translates its errors."""
+        try:
+            return sync(self._files.loop, request, *args, timeout=timeout, **more)  # type: ignore[no-any-return]
+        except Exception as cause:
+            raise _translated(cause, timeout) from cause
+
+
+class _RangeError(Exception):
+    """The bytes that were asked for begin after the end of the object."""
+
+
+def _translated(cause: Exception, timeout: float) -> Exception:
+    failure = cause if isinstance(cause, ClientError) else cause.__cause__
+    code = failure.response.get("Error", {}).get("Code", "") if isinstance(failure, ClientError) else ""
+    if code in ("NoSuchKey", "404") or (isinstance(cause, FileNotFoundError) and code != "NoSuchBucket"):
+        return ObjectNotFoundError(str(cause))
+    if code == "InvalidRange":
+        return _RangeError()
+    if isinstance(cause, NoCredentialsError | PartialCredentialsError):
+        return ObjectStoreError(
+            "credentials are missing; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role"
+        )
+    if isinstance(cause, PermissionError):
+        return ObjectStoreError(f"the credentials are refused ({code or cause}); check them and their policy")
+    if isinstance(cause, TimeoutError):
+        return ObjectStoreError(f"it did not answer within {timeout:.0f} s")
+    if isinstance(cause, BotoCoreError | OSError):
+        return ObjectStoreError(str(cause) or type(cause).__name__)
+    return ObjectStoreError(f"{type(cause).__name__}: {cause}")

@@ -1,0 +1,400 @@
+"""Indexes the blobs in an object store, for all servers of a registry: objects, sizes, uses, needing programs.
+
+The tables are derived data: they are filled again from the object store and the stored programs if they are missing.
+Servers change them one after another, because `Database.write` lets in one at a time. An object is deleted only after
+its row was marked: a server that is killed in between leaves the mark, and another server deletes the object.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    ForeignKeyConstraint,
+    Index,
+    MetaData,
+    Select,
+    String,
+    Table,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    select,
+    tuple_,
+    update,
+)
+
+from gradrule_server.policy import missing_blobs
+from gradrule_server.registry.blob_index import BlobAmount, quota_exceeded
+from gradrule_server.registry.database import Database
+from gradrule_server.registry.schema import meta, programs
+
+_UPLOADING, _STORED, _DELETED = "uploading", "stored", "deleted"
+
+_metadata = MetaData()
+
+_blobs = Table(
+    "stored_blobs",
+    _metadata,
+    Column("object", String, primary_key=True),
+    # The tenant's folder, see `blobs.folder_name`.
+    Column("folder", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("length", BigInteger, nullable=False),
+    # What counts towards limits: the length, rounded up to blocks.
+    Column("size", BigInteger, nullable=False),
+    Column("state", String, nullable=False),
+    # The last use of a stored blob, the last sign of life of an upload, the time of a deletion.
+    Column("last_use_us", BigInteger, nullable=False),
+    Index("ix_stored_blobs_use", "folder", "state", "last_use_us"),
+)
+Index(
+    "ix_stored_blobs_name",
+    _blobs.c.folder,
+    _blobs.c.name,
+    unique=True,
+    sqlite_where=_blobs.c.state == _STORED,
+    postgresql_where=_blobs.c.state == _STORED,
+)
+
+_needs = Table(
+    "program_blobs",
+    _metadata,
+    Column("tenant", String, primary_key=True),
+    Column("program_id", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("folder", String, nullable=False),
+    ForeignKeyConstraint(["tenant", "program_id"], [programs.c.tenant, programs.c.id], ondelete="CASCADE"),
+    Index("ix_program_blobs_name", "folder", "name"),
+)
+
+_BLOCK = 4096
+_CHUNK = 1000
+_PAGE = 500
+# After this time without a sign of life, the server of an upload is gone.
+_UPLOAD_LOST_US = 120 * 10**6
+# The server that marked an object deletes it within this time; other servers delete it later.
+_DELETION_LOST_US = 60 * 10**6
+_OBJECT = re.compile(r"(?:(tenant-[0-9a-f]{32})|default)/([0-9a-f]{64})-[0-9a-f]{32}")
+
+BlobKey = tuple[str, str]
+"""A tenant's folder and the name of a blob."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlob:
+    """Where a blob is. `length`: bytes."""
+
+    object: str
+    length: int
+
+
+class StoredBlobs:
+    """The index of an object store. All methods block; safe to use from several threads.
+
+    Args:
+        database: The registry's database, which the servers share. The tables are created if they are missing.
+        limit: The amount of blobs that all tenants may have.
+    """
+
+    def __init__(self, database: Database, limit: BlobAmount) -> None:
+        self._database = database
+        self.limit = limit
+        with database.write() as connection:
+            _metadata.create_all(connection)
+
+    def registry_id(self) -> str:
+        """Returns the id of the registry."""
+        with self._database.read() as connection:
+            return str(connection.execute(select(meta.c.value).where(meta.c.key == "registry_id")).scalar_one())
+
+    def find(self, folder: str, names: Sequence[str]) -> dict[str, StoredBlob]:
+        """Returns those of the blobs that are stored, by name."""
+        found = {}
+        columns = (_blobs.c.name, _blobs.c.object, _blobs.c.length)
+        with self._database.read() as connection:
+            for some in _chunks(names):
+                query = select(*columns).where(
+                    _blobs.c.folder == folder, _blobs.c.name.in_(some), _blobs.c.state == _STORED
+                )
+                for row in connection.execute(query):
+                    found[row.name] = StoredBlob(row.object, row.length)
+        return found
+
+    def usage(self) -> dict[str, BlobAmount]:
+        """Returns the amount of each folder, including running uploads."""
+        with self._database.read() as connection:
+            return _usage(connection)
+
+    def reserve(
+        self, folder: str, name: str, length: int, *, limit: BlobAmount, kept: Collection[BlobKey]
+    ) -> tuple[str | None, list[str]]:
+        """Reserves room for a blob; deletes the least recently used blobs that no program needs if there is too little.
+
+        Args:
+            folder: The tenant's folder.
+            name: The blob's name.
+            length: Its size in bytes.
+            limit: The tenant's limit.
+            kept: Further blobs that are not deleted.
+
+        Returns:
+            The key of the object to store, None: the blob is stored already; and the keys of the objects to delete.
+
+        Raises:
+            GradruleError: QUOTA_EXCEEDED, if programs need all blobs; nothing is deleted then.
+        """
+        now_us = _now_us()
+        with self._database.write() as connection:
+            is_same = (_blobs.c.folder == folder) & (_blobs.c.name == name) & (_blobs.c.state == _STORED)
+            if connection.execute(update(_blobs).where(is_same).values(last_use_us=now_us)).rowcount:
+                return None, []
+            removed = _make_room(connection, folder, counted_bytes(length), limit, self.limit, kept)
+            for some in _chunks(removed):
+                connection.execute(
+                    update(_blobs).where(_blobs.c.object.in_(some)).values(state=_DELETED, last_use_us=now_us)
+                )
+            key = f"{folder or 'default'}/{name}-{uuid.uuid4().hex}"
+            connection.execute(insert(_blobs).values(_row(key, folder, name, length, _UPLOADING, now_us)))
+            return key, removed
+
+    def commit(self, key: str) -> bool:
+        """Makes the blob of a complete upload visible; returns False if it was lost: it must be uploaded again.
+
+        If another server has stored the same blob meanwhile, that one stays and this object is marked for deletion.
+        """
+        with self._database.write() as connection:
+            row = connection.execute(select(_blobs).where(_blobs.c.object == key)).one_or_none()
+            if row is None or row.state != _UPLOADING:
+                return False
+            is_same = (_blobs.c.folder == row.folder) & (_blobs.c.name == row.name) & (_blobs.c.state == _STORED)
+            is_twin = connection.execute(select(_blobs.c.object).where(is_same)).first() is not None
+            connection.execute(
+                update(_blobs)
+                .where(_blobs.c.object == key)
+                .values(state=_DELETED if is_twin else _STORED, last_use_us=_now_us())
+            )
+            return True
+
+    def mark_deleted(self, key: str) -> None:
+        """Marks an object for deletion, because its upload failed or it is damaged or missing."""
+        with self._database.write() as connection:
+            connection.execute(
+                update(_blobs).where(_blobs.c.object == key).values(state=_DELETED, last_use_us=_now_us())
+            )
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Removes the rows of objects that were marked and are deleted now."""
+        with self._database.write() as connection:
+            for some in _chunks(keys):
+                connection.execute(delete(_blobs).where(_blobs.c.object.in_(some), _blobs.c.state == _DELETED))
+
+    def take_lost(self) -> list[str]:
+        """Returns the keys of objects that other servers should have deleted or stored; marks them for deletion."""
+        now_us = _now_us()
+        lost = (_blobs.c.state == _UPLOADING) & (_blobs.c.last_use_us < now_us - _UPLOAD_LOST_US)
+        left = (_blobs.c.state == _DELETED) & (_blobs.c.last_use_us < now_us - _DELETION_LOST_US)
+        with self._database.read() as connection:
+            keys = list(connection.execute(select(_blobs.c.object).where(lost | left).limit(_PAGE)).scalars())
+        if not keys:
+            return []
+        with self._database.write() as connection:
+            # An upload may have shown a sign of life, or another server may have taken the object, meanwhile.
+            connection.execute(
+                update(_blobs).where(_blobs.c.object.in_(keys), lost | left).values(state=_DELETED, last_use_us=now_us)
+            )
+            mine = (_blobs.c.state == _DELETED) & (_blobs.c.last_use_us == now_us)
+            return list(connection.execute(select(_blobs.c.object).where(_blobs.c.object.in_(keys), mine)).scalars())
+
+    def record_uses(self, uses: Mapping[BlobKey, int], uploads: Collection[str] = ()) -> None:
+        """Stores the times of last uses, microseconds since 1970, and that uploads are running."""
+        if not uses and not uploads:
+            return
+        with self._database.write() as connection:
+            for some in _chunks(list(uploads)):
+                is_running = _blobs.c.object.in_(some) & (_blobs.c.state == _UPLOADING)
+                connection.execute(update(_blobs).where(is_running).values(last_use_us=_now_us()))
+            if uses:
+                connection.execute(
+                    update(_blobs)
+                    .where(
+                        _blobs.c.folder == bindparam("in_folder"),
+                        _blobs.c.name == bindparam("of_name"),
+                        _blobs.c.state == _STORED,
+                        _blobs.c.last_use_us < bindparam("used_us"),
+                    )
+                    .values(last_use_us=bindparam("used_us")),
+                    [
+                        {"in_folder": folder, "of_name": name, "used_us": used_us}
+                        for (folder, name), used_us in uses.items()
+                    ],
+                )
+
+    def need(self, connection: Connection, tenant: str, program_id: str, folder: str, names: Sequence[str]) -> None:
+        """Records which blobs a program needs, in the transaction that stores the program.
+
+        Raises:
+            GradruleError: BLOB_NOT_FOUND, if a blob is not stored (any more).
+        """
+        if not names:
+            return
+        found: set[str] = set()
+        for some in _chunks(names):
+            is_meant = _blobs.c.name.in_(some) & (_blobs.c.folder == folder) & (_blobs.c.state == _STORED)
+            found.update(connection.execute(select(_blobs.c.name).where(is_meant)).scalars())
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise missing_blobs(missing)
+        connection.execute(insert(_needs), [_need(tenant, program_id, folder, name) for name in names])
+
+    def add_needs(self, wanted: Iterable[tuple[str, str, str, Sequence[str]]]) -> None:
+        """Adds what is missing of the blobs that programs need: tenant, program id, folder, names of blobs."""
+        with self._database.read() as connection:
+            query = select(_needs.c.tenant, _needs.c.program_id, _needs.c.name)
+            known = {tuple(row) for row in connection.execute(query)}
+        rows = [
+            _need(tenant, program_id, folder, name)
+            for tenant, program_id, folder, names in wanted
+            for name in names
+            if (tenant, program_id, name) not in known
+        ]
+        if not rows:
+            return
+        with self._database.write() as connection:
+            for row in rows:
+                is_stored = exists().where(programs.c.tenant == row["tenant"], programs.c.id == row["program_id"])
+                is_known = exists().where(*(_needs.c[key] == row[key] for key in ("tenant", "program_id", "name")))
+                # Another server may have added it, or deleted the program.
+                values = select(*(literal(value) for value in row.values())).where(is_stored, ~is_known)
+                connection.execute(insert(_needs).from_select(list(row), values))
+
+    def is_empty(self) -> bool:
+        """Returns whether no blob is stored."""
+        with self._database.read() as connection:
+            return connection.execute(select(_blobs.c.object).limit(1)).first() is None
+
+    def adopt(self, objects: Iterable[tuple[str, int]]) -> int:
+        """Adds objects that have no rows, by key and size; returns their number."""
+        found = {key: (match, length) for key, length in objects if (match := _OBJECT.fullmatch(key)) is not None}
+        now_us, count = _now_us(), 0
+        with self._database.write() as connection:
+            query = select(_blobs.c.folder, _blobs.c.name).where(_blobs.c.state == _STORED)
+            known = {(row.folder, row.name) for row in connection.execute(query)}
+            known_keys = set(connection.execute(select(_blobs.c.object)).scalars())
+            for key, (match, length) in found.items():
+                folder, name = match[1] or "", match[2]
+                # A blob may have two objects, if two servers stored it at the same time and were killed.
+                if (folder, name) in known or key in known_keys:
+                    continue
+                known.add((folder, name))
+                connection.execute(insert(_blobs).values(_row(key, folder, name, length, _STORED, now_us)))
+                count += 1
+        return count
+
+
+def _row(key: str, folder: str, name: str, length: int, state: str, now_us: int) -> dict[str, object]:
+    return {
+        "object": key,
+        "folder": folder,
+        "name": name,
+        "length": length,
+        "size": counted_bytes(length),
+        "state": state,
+        "last_use_us": now_us,
+    }
+
+
+def counted_bytes(length: int) -> int:
+    """Returns the bytes of a blob that count towards limits, as on a disk with blocks of 4 KiB."""
+    return -(-length // _BLOCK) * _BLOCK
+
+
+def _need(tenant: str, program_id: str, folder: str, name: str) -> dict[str, str]:
+    return {"tenant": tenant, "program_id": program_id, "folder": folder, "name": name}
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def _chunks(items: Sequence[str]) -> Iterator[Sequence[str]]:
+    # Databases limit the number of parameters of a statement.
+    for start in range(0, len(items), _CHUNK):
+        yield items[start : start + _CHUNK]
+
+
+def _usage(connection: Connection) -> dict[str, BlobAmount]:
+    query = (
+        select(_blobs.c.folder, func.sum(_blobs.c.size).label("size"), func.count().label("number"))
+        .where(_blobs.c.state != _DELETED)
+        .group_by(_blobs.c.folder)
+    )
+    return {row.folder: BlobAmount(int(row.size), row.number) for row in connection.execute(query)}
+
+
+def _make_room(
+    connection: Connection,
+    folder: str,
+    size: int,
+    limit: BlobAmount,
+    server_limit: BlobAmount,
+    kept: Collection[BlobKey],
+) -> list[str]:
+    """Returns the keys of the objects to delete, so that one more blob fits into the limits. Raises QUOTA_EXCEEDED."""
+    limit = BlobAmount(min(limit.size, server_limit.size), min(limit.count, server_limit.count))
+    used = _usage(connection)
+    removable = {name: _removable(connection, name, kept) for name in used}
+    removed = []
+
+    def remove_from(name: str) -> bool:
+        """Removes the tenant's least recently used blob; returns False if it has none."""
+        row = next(removable[name], None) if name in removable else None
+        if row is None:
+            removable.pop(name, None)
+            return False
+        removed.append(row[0])
+        used[name] = used[name].plus(-row[1], -1)
+        return True
+
+    while (wanted := used.get(folder, BlobAmount()).plus(size, 1)).exceeds(limit):
+        if not remove_from(folder):
+            raise quota_exceeded("one tenant may have", wanted, limit, server_limit)
+    while True:
+        total = BlobAmount(sum(item.size for item in used.values()), sum(item.count for item in used.values()))
+        wanted = total.plus(size, 1)
+        if not wanted.exceeds(server_limit):
+            return removed
+        if not removable:
+            raise quota_exceeded("the server keeps", wanted, server_limit, server_limit)
+        by_count = wanted.size <= server_limit.size
+        # Remove blobs of the tenant with the largest amount first.
+        remove_from(max(removable, key=lambda name: used[name].count if by_count else used[name].size))
+
+
+def _removable(connection: Connection, folder: str, kept: Collection[BlobKey]) -> Iterator[tuple[str, int]]:
+    """Yields key and size of a tenant's blobs that no program needs, least recently used first."""
+    order = (_blobs.c.last_use_us, _blobs.c.object)
+    is_needed = exists().where(_needs.c.folder == _blobs.c.folder, _needs.c.name == _blobs.c.name)
+    query: Select[tuple[str, str, int, int]] = (
+        select(_blobs.c.object, _blobs.c.name, _blobs.c.size, _blobs.c.last_use_us)
+        .where(_blobs.c.folder == folder, _blobs.c.state == _STORED, ~is_needed)
+        .order_by(*order)
+        .limit(_PAGE)
+    )
+    page = connection.execute(query).all()
+    while page:
+        for row in page:
+            if (folder, row.name) not in kept:
+                yield row.object, row.size
+        last = page[-1]
+        page = connection.execute(query.where(tuple_(*order) > (last.last_use_us, last.object))).all()

@@ -1,0 +1,60 @@
+"""The work for a body grows with its length, whatever it contains."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from gradrule_gateway import conversion
+from gradrule_gateway.decoding import MAX_TENSORS
+from gradrule_gateway.problems import Problem
+from gradrule_gateway.routes import ROUTES
+
+EVALUATE = next(route for route in ROUTES if route.rpc == "GradientService/Evaluate")
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Returns how many Python functions a call runs."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def feeds(number: int) -> bytes:
+    return json.dumps({"feeds": {f"x{index}": 1 for index in range(number)}}).encode()
+
+
+@pytest.mark.parametrize("convert", [conversion.decode_body, conversion.decode_to_bytes])
+def test_the_work_for_many_feeds_is_proportional_to_their_number(convert: Callable[..., Any]) -> None:
+    convert(EVALUATE, feeds(1))
+    one, ten = (calls_of(partial(convert, EVALUATE, feeds(number))) for number in (40, 400))
+    assert ten < 12 * one
+
+
+def test_places_are_those_of_the_tensors_without_a_type() -> None:
+    typed = {"dtype": "float32", "values": [1]}
+    body = {"feeds": {"a": 1, "b": typed, "c": 1}, "gradYs": [{"name": "y", "value": typed}, {"name": "z", "value": 1}]}
+    message, places = conversion.decode_to_bytes(EVALUATE, json.dumps(body).encode())
+    assert places == [("feeds", 0, "feeds.a"), ("feeds", 2, "feeds.c"), ("grad_ys", 1, "gradYs[1].value")]
+    decoded = conversion.decoded_from_bytes(EVALUATE, message, places)
+    assert [(entry.field, entry.name) for entry in decoded.open] == [("feeds", "a"), ("feeds", "c"), ("grad_ys", "z")]
+
+
+def test_too_many_tensors_are_refused() -> None:
+    with pytest.raises(Problem, match="more than 10000"):
+        conversion.decode_body(EVALUATE, feeds(MAX_TENSORS + 1))
