@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,8 +22,6 @@ from tests.cluster.manifests import DEPLOY
 from tests.service.answers import refused
 from tests.service.health import wait_for_another_engine
 from tests.service.servers import running_server
-
-promql_parser: Any = pytest.importorskip("promql_parser", reason="promql-parser is not locked yet; install it")
 
 DASHBOARD = json.loads((DEPLOY / "grafana/gradrule.json").read_text())
 GUIDE = DEPLOY.parent / "docs/guide/operating.md"

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -71,10 +72,13 @@ class FolderObjects:
             raise StoreError(f"the folder of --blobs {self.url} does not exist; create it, or mount it")
 
     def put(self, key: str, path: Path) -> None:
-        if key != MARKER:
-            self._check_marker()
         target = self._folder / key
         partial = target.with_name(_PARTIAL + target.name)
+        if key == MARKER:
+            # Servers that start at the same time may all write it.
+            partial = partial.with_name(f"{partial.name}-{uuid.uuid4().hex}")
+        else:
+            self._check_marker()
         try:
             if not target.parent.exists():
                 # Do not create parents: without the mounted file system the objects would be on the wrong disk.

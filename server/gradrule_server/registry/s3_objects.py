@@ -6,6 +6,7 @@ credentials and region are those of the AWS libraries: `AWS_ENDPOINT_URL`, `AWS_
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -86,15 +87,12 @@ class S3Objects:
     def delete(self, key: str) -> None:
         name = self._prefix + key
         self._run(self._files._call_s3, "delete_object", Bucket=self._bucket, Key=name)
-        found = self._run(self._files._call_s3, "list_multipart_uploads", Bucket=self._bucket, Prefix=name)
-        for upload in found.get("Uploads", ()):
-            self._run(
-                self._files._call_s3,
-                "abort_multipart_upload",
-                Bucket=self._bucket,
-                Key=upload["Key"],
-                UploadId=upload["UploadId"],
-            )
+        # Parts of an upload that was killed only cost money, and not every service lists them.
+        with contextlib.suppress(ObjectStoreError):
+            found = self._run(self._files._call_s3, "list_multipart_uploads", Bucket=self._bucket, Prefix=name)
+            for upload in found.get("Uploads", ()):
+                part = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self._run(self._files._call_s3, "abort_multipart_upload", Bucket=self._bucket, **part)
 
     def iterate(self) -> Iterator[tuple[str, int]]:
         more: dict[str, Any] = {}

@@ -307,12 +307,13 @@ class SharedBlobStore(BlobStore):
         uses = shared.take_uses()
         try:
             shared.index.record_uses(uses, list(shared.uploading))
-        except Exception:
+            shared.usage = shared.index.usage()
+            self._delete(shared.index.take_lost())
+        except GradruleError as cause:
+            # The database, which reports this itself, is away.
+            _log.debug("the index of blobs cannot be changed now: %s", cause)
             with shared.lock:
                 shared.uses = uses | shared.uses
-            raise
-        shared.usage = shared.index.usage()
-        self._delete(shared.index.take_lost())
 
     def adopt_folder(self, folder: Path) -> int:
         """Moves the blobs of a server without an object store into the object store; returns their number.

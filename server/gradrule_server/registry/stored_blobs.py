@@ -1,9 +1,8 @@
 """Indexes the blobs in an object store, for all servers of a registry: objects, sizes, uses, needing programs.
 
 The tables are derived data: they are filled again from the object store and the stored programs if they are missing.
-A change that depends on limits or on programs holds one lock, so that such changes happen one after another on all
-servers. An object is deleted only after its row was marked: a server that is killed in between leaves the mark, and
-another server deletes the object.
+Servers change them one after another, because `Database.write` lets in one at a time. An object is deleted only after
+its row was marked: a server that is killed in between leaves the mark, and another server deletes the object.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from sqlalchemy import (
     Connection,
     ForeignKeyConstraint,
     Index,
-    Integer,
     MetaData,
     Select,
     String,
@@ -30,11 +28,11 @@ from sqlalchemy import (
     exists,
     func,
     insert,
+    literal,
     select,
     tuple_,
     update,
 )
-from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from gradrule_server.policy import missing_blobs
 from gradrule_server.registry.blob_index import BlobAmount, quota_exceeded
@@ -80,8 +78,6 @@ _needs = Table(
     Index("ix_program_blobs_name", "folder", "name"),
 )
 
-_lock = Table("stored_blobs_lock", _metadata, Column("id", Integer, primary_key=True))
-
 _BLOCK = 4096
 _CHUNK = 1000
 _PAGE = 500
@@ -107,24 +103,15 @@ class StoredBlobs:
     """The index of an object store. All methods block; safe to use from several threads.
 
     Args:
-        database: The registry's database, which the servers share.
+        database: The registry's database, which the servers share. The tables are created if they are missing.
         limit: The amount of blobs that all tenants may have.
     """
 
     def __init__(self, database: Database, limit: BlobAmount) -> None:
         self._database = database
         self.limit = limit
-        try:
-            self._create_tables()
-        except DBAPIError:
-            # Another server has created them at the same time.
-            self._create_tables()
-
-    def _create_tables(self) -> None:
-        with self._database.write() as connection:
+        with database.write() as connection:
             _metadata.create_all(connection)
-            if connection.execute(select(_lock.c.id)).first() is None:
-                connection.execute(insert(_lock).values(id=1))
 
     def registry_id(self) -> str:
         """Returns the id of the registry."""
@@ -169,28 +156,16 @@ class StoredBlobs:
         """
         now_us = _now_us()
         with self._database.write() as connection:
-            _take_lock(connection)
             is_same = (_blobs.c.folder == folder) & (_blobs.c.name == name) & (_blobs.c.state == _STORED)
             if connection.execute(update(_blobs).where(is_same).values(last_use_us=now_us)).rowcount:
                 return None, []
-            size = counted_bytes(length)
-            removed = _make_room(connection, folder, size, limit, self.limit, kept)
+            removed = _make_room(connection, folder, counted_bytes(length), limit, self.limit, kept)
             for some in _chunks(removed):
                 connection.execute(
                     update(_blobs).where(_blobs.c.object.in_(some)).values(state=_DELETED, last_use_us=now_us)
                 )
             key = f"{folder or 'default'}/{name}-{uuid.uuid4().hex}"
-            connection.execute(
-                insert(_blobs).values(
-                    object=key,
-                    folder=folder,
-                    name=name,
-                    length=length,
-                    size=size,
-                    state=_UPLOADING,
-                    last_use_us=now_us,
-                )
-            )
+            connection.execute(insert(_blobs).values(_row(key, folder, name, length, _UPLOADING, now_us)))
             return key, removed
 
     def commit(self, key: str) -> bool:
@@ -199,7 +174,6 @@ class StoredBlobs:
         If another server has stored the same blob meanwhile, that one stays and this object is marked for deletion.
         """
         with self._database.write() as connection:
-            _take_lock(connection)
             row = connection.execute(select(_blobs).where(_blobs.c.object == key)).one_or_none()
             if row is None or row.state != _UPLOADING:
                 return False
@@ -235,7 +209,6 @@ class StoredBlobs:
         if not keys:
             return []
         with self._database.write() as connection:
-            _take_lock(connection)
             # An upload may have shown a sign of life, or another server may have taken the object, meanwhile.
             connection.execute(
                 update(_blobs).where(_blobs.c.object.in_(keys), lost | left).values(state=_DELETED, last_use_us=now_us)
@@ -248,7 +221,6 @@ class StoredBlobs:
         if not uses and not uploads:
             return
         with self._database.write() as connection:
-            _take_lock(connection)
             for some in _chunks(list(uploads)):
                 is_running = _blobs.c.object.in_(some) & (_blobs.c.state == _UPLOADING)
                 connection.execute(update(_blobs).where(is_running).values(last_use_us=_now_us()))
@@ -276,7 +248,6 @@ class StoredBlobs:
         """
         if not names:
             return
-        _take_lock(connection)
         found: set[str] = set()
         for some in _chunks(names):
             is_meant = _blobs.c.name.in_(some) & (_blobs.c.folder == folder) & (_blobs.c.state == _STORED)
@@ -297,13 +268,15 @@ class StoredBlobs:
             for name in names
             if (tenant, program_id, name) not in known
         ]
-        for row in rows:
-            try:
-                with self._database.write() as connection:
-                    connection.execute(insert(_needs).values(row))
-            except IntegrityError:
-                # Another server has added it, or the program was deleted.
-                continue
+        if not rows:
+            return
+        with self._database.write() as connection:
+            for row in rows:
+                is_stored = exists().where(programs.c.tenant == row["tenant"], programs.c.id == row["program_id"])
+                is_known = exists().where(*(_needs.c[key] == row[key] for key in ("tenant", "program_id", "name")))
+                # Another server may have added it, or deleted the program.
+                values = select(*(literal(value) for value in row.values())).where(is_stored, ~is_known)
+                connection.execute(insert(_needs).from_select(list(row), values))
 
     def is_empty(self) -> bool:
         """Returns whether no blob is stored."""
@@ -312,28 +285,33 @@ class StoredBlobs:
 
     def adopt(self, objects: Iterable[tuple[str, int]]) -> int:
         """Adds objects that have no rows, by key and size; returns their number."""
+        found = {key: (match, length) for key, length in objects if (match := _OBJECT.fullmatch(key)) is not None}
         now_us, count = _now_us(), 0
-        for key, length in objects:
-            match = _OBJECT.fullmatch(key)
-            if match is None:
-                continue
-            row = {
-                "object": key,
-                "folder": match[1] or "",
-                "name": match[2],
-                "length": length,
-                "size": counted_bytes(length),
-                "state": _STORED,
-                "last_use_us": now_us,
-            }
-            try:
-                with self._database.write() as connection:
-                    connection.execute(insert(_blobs).values(row))
-            except IntegrityError:
-                # A second object of the same blob.
-                continue
-            count += 1
+        with self._database.write() as connection:
+            query = select(_blobs.c.folder, _blobs.c.name).where(_blobs.c.state == _STORED)
+            known = {(row.folder, row.name) for row in connection.execute(query)}
+            known_keys = set(connection.execute(select(_blobs.c.object)).scalars())
+            for key, (match, length) in found.items():
+                folder, name = match[1] or "", match[2]
+                # A blob may have two objects, if two servers stored it at the same time and were killed.
+                if (folder, name) in known or key in known_keys:
+                    continue
+                known.add((folder, name))
+                connection.execute(insert(_blobs).values(_row(key, folder, name, length, _STORED, now_us)))
+                count += 1
         return count
+
+
+def _row(key: str, folder: str, name: str, length: int, state: str, now_us: int) -> dict[str, object]:
+    return {
+        "object": key,
+        "folder": folder,
+        "name": name,
+        "length": length,
+        "size": counted_bytes(length),
+        "state": state,
+        "last_use_us": now_us,
+    }
 
 
 def counted_bytes(length: int) -> int:
@@ -347,12 +325,6 @@ def _need(tenant: str, program_id: str, folder: str, name: str) -> dict[str, str
 
 def _now_us() -> int:
     return time.time_ns() // 1000
-
-
-def _take_lock(connection: Connection) -> None:
-    """Waits until no other server changes the index, and keeps others from it until the transaction ends."""
-    # SQLite has no row locks and needs none: `Database.write` lets in one at a time.
-    connection.execute(select(_lock.c.id).with_for_update())
 
 
 def _chunks(items: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -490,7 +490,7 @@ def test_failed_upload_leaves_nothing(servers: Servers, monkeypatch: pytest.Monk
 def test_index_is_filled_again_from_the_object_store(servers: Servers) -> None:
     ada = servers.open("ada")
     names = [put(ada, WEIGHTS), put(ada.for_tenant("math"), b"more")]
-    for table in ("program_blobs", "stored_blobs", "stored_blobs_lock"):
+    for table in ("program_blobs", "stored_blobs"):
         servers.execute(f"DROP TABLE {table}")
     (servers.path / "objects" / "default" / "notes.txt").write_text("not a blob")
     again = servers.open("grace")
