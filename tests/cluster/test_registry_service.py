@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import Counter
@@ -131,17 +132,16 @@ def reason_of(call: Callable[[], object]) -> str:
 
 def test_one_of_several_contents_wins_a_name(clean: Pair) -> None:
     both = (clean.here, clean.there)
-    equal = outcomes([lambda client=client: client.create_rule("Equal", "2 * dy") for client in both * 4])
+    equal = outcomes([functools.partial(client.create_rule, "Equal", "2 * dy") for client in both * 4])
     assert equal == {"OK": 8}
     calls = [
-        lambda client=client, number=number: client.create_rule("Different", f"{number} * dy")
-        for number, client in enumerate(both * 4)
+        functools.partial(client.create_rule, "Different", f"{number} * dy") for number, client in enumerate(both * 4)
     ]
     assert outcomes(calls) == {"OK": 1, "RULE_EXISTS": 7}
     assert clean.here.get_rule("Different").formula == clean.there.get_rule("Different").formula
-    assert outcomes([lambda client=client: compile_with(client, "ste", "equal") for client in both * 3]) == {"OK": 6}
+    assert outcomes([functools.partial(compile_with, client, "ste", "equal") for client in both * 3]) == {"OK": 6}
     calls = [
-        lambda client=client, rule=rule: compile_with(client, rule, "different")
+        functools.partial(compile_with, client, rule, "different")
         for client, rule in zip(both * 2, ("ste", "ste_sign", "Equal", "Different"), strict=True)
     ]
     assert outcomes(calls) == {"OK": 1, "PROGRAM_EXISTS": 3}
@@ -150,7 +150,7 @@ def test_one_of_several_contents_wins_a_name(clean: Pair) -> None:
 
 def test_quota_counts_across_servers(clean: Pair) -> None:
     calls = [
-        lambda number=number: (clean.here, clean.there)[number % 2].create_rule(f"R{number}", "2 * dy")
+        functools.partial((clean.here, clean.there)[number % 2].create_rule, f"R{number}", "2 * dy")
         for number in range(2 * _MAX_RULES)
     ]
     assert outcomes(calls) == {"OK": _MAX_RULES, "LIMIT_EXCEEDED": _MAX_RULES}
