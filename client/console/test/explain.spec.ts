@@ -2,6 +2,7 @@ import { join } from "node:path";
 import { pathToFileURL } from "node:url";
 import { expect, type Page, test } from "@playwright/test";
 import { writePages } from "./explain_pages";
+import { accessibilityProblems } from "./fixtures";
 
 // The page of `gradrule explain --html`, opened as a file.
 let folder: string;
@@ -169,7 +170,7 @@ test("the wheel zooms at the pointer, dragging moves, Fit shows everything", asy
   const moved = (await y.boundingBox())!;
   expect(moved.x - after.x).toBeCloseTo(-50, 0);
   expect(moved.y - after.y).toBeCloseTo(-30, 0);
-  await page.getByRole("button", { name: "Show the whole graph (0)" }).click();
+  await page.getByRole("button", { name: "Fit the whole graph (0)" }).click();
   expect(await scale(page)).toBeLessThanOrEqual(1);
 });
 
@@ -199,6 +200,7 @@ for (const scheme of ["light", "dark"] as const) {
     await page.setViewportSize({ width: 390, height: 844 });
     await open(page, "layered");
     expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(390);
+    expect(await accessibilityProblems(page)).toEqual([]);
     const tops = await page
       .locator(".gv-bar > :is(input, button)")
       .evaluateAll((all) => all.map((each) => Math.round(each.getBoundingClientRect().top)));

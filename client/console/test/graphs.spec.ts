@@ -1,4 +1,4 @@
-import { expect, test } from "./fixtures";
+import { accessibilityProblems, expect, test } from "./fixtures";
 
 test("an example shows rules at their nodes, results and differences at a click", async ({ page, open }) => {
   await open("#/graphs");
@@ -10,6 +10,25 @@ test("an example shows rules at their nodes, results and differences at a click"
   await expect(gradients.getByText("100 %")).toHaveCount(1);
   await page.getByRole("searchbox").fill("dense_1/Sign");
   await expect(page.getByRole("complementary", { name: "Details" })).toContainText("ste_sign");
+});
+
+test("an example is accessible in both themes and fits a phone", async ({ page, open }) => {
+  await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
+  await open("#/graphs");
+  await page.getByRole("button", { name: /^Image network/ }).click();
+  const gradients = page.getByRole("region", { name: "Gradient of image" });
+  await expect(gradients.locator("canvas")).toHaveCount(2);
+  // Images of two columns are side by side.
+  const tops = await gradients
+    .locator("canvas")
+    .evaluateAll((all) => all.map((each) => each.getBoundingClientRect().top));
+  expect(tops[0]).toBe(tops[1]);
+  await page.locator("[data-box].leaf").first().click();
+  expect(await accessibilityProblems(page)).toEqual([]);
+  await page.emulateMedia({ colorScheme: "dark", reducedMotion: "reduce" });
+  expect(await accessibilityProblems(page, ["color-contrast"])).toEqual([]);
+  await page.setViewportSize({ width: 390, height: 844 });
+  expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(390);
 });
 
 test("a finding names the rule that is meant, and disappears when it is corrected", async ({ page, open }) => {

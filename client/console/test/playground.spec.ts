@@ -125,3 +125,39 @@ test("a function whose slope has a kink is its own true gradient", async ({ page
   await open(at("default", "Softsign"));
   await expect(page.getByRole("region", { name: "Gradient check" })).toContainText("at all 241 points");
 });
+
+test("an expression with several inputs gets a field for each", async ({ page, open }) => {
+  await open(at("first(dy * x1 + x * x2)", ""));
+  const row = page.getByRole("row", { name: /^−1 / });
+  // All further inputs are 1 at first: 1 - 1.
+  await expect(row).toHaveText("−10");
+  await page.getByLabel("x1", { exact: true }).fill("3");
+  await page.getByLabel("x2", { exact: true }).fill("-5");
+  await expect(row).toHaveText("−18");
+  await page.reload();
+  await expect(page.getByLabel("x2", { exact: true })).toHaveValue("-5");
+  await expect(row).toHaveText("−18");
+  // Inputs have equal shapes, so that a rule can give each its gradient.
+  await page.getByLabel("Expression").fill("dy * (x1 + 1), dy * x");
+  await expect(page.getByLabel("x2", { exact: true })).toHaveCount(0);
+  await expect(row).toHaveText("−14");
+});
+
+test("an op that the playground does not list gets the inputs that somebody adds", async ({ page, open }) => {
+  await open(at("first(default)", "SquaredDifference"));
+  await expect(page.getByRole("alert")).toContainText("SquaredDifference");
+  await page.getByRole("button", { name: "Add input x1" }).click();
+  await page.getByLabel("x1", { exact: true }).fill("4");
+  // The slope of (x - 4)² at 1, after the op's output and its own gradient.
+  await expect(page.getByRole("row", { name: /^1 / })).toHaveText("19−6−6");
+  await expect(page.getByRole("columnheader", { name: "SquaredDifference(x, 4)" })).toBeVisible();
+  await expect(page.getByRole("region", { name: "Gradient check" })).toContainText("at all 241 points");
+});
+
+test("the further input of a listed op can be changed", async ({ page, open }) => {
+  await open(at("first(default)", "Minimum"));
+  await expect(page.getByRole("columnheader", { name: "Minimum(x, 1)" })).toBeVisible();
+  await page.getByLabel("x1", { exact: true }).fill("-2");
+  await expect(page.getByRole("columnheader", { name: "Minimum(x, −2)" })).toBeVisible();
+  await expect(page.getByRole("row", { name: /^1 / })).toHaveText("1−200");
+});

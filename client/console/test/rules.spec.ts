@@ -99,3 +99,41 @@ test("an unknown rule is an error with the server's words", async ({ page, open 
   await open("#/rules/atann");
   await expect(page.getByRole("alert")).toContainText("UNKNOWN_RULE");
 });
+
+test("a rule that hides a built-in one links to it", async ({ page, open }) => {
+  // Only an upgrade of the server brings such a rule: a new built-in rule has the name of a stored one.
+  await page.route("**/v1/rules/window", async (route) => {
+    const answer = (await (await route.fetch()).json()) as { rule: Record<string, unknown> };
+    answer.rule["hidesBuiltin"] = true;
+    await route.fulfill({ json: answer });
+  });
+  await open("#/rules/window");
+  await expect(page.getByRole("link", { name: "builtin/window" })).toHaveAttribute("href", "#/rules/builtin%2Fwindow");
+});
+
+test("a built-in rule has a page under its full name, too", async ({ page, open }) => {
+  await open("#/rules/builtin%2Fatan");
+  await expect(page.getByRole("heading", { name: "atan", exact: true })).toBeVisible();
+  const row = page.getByRole("row", { name: /^1 / });
+  await expect(row).toContainText(String(Number(atan(1, 2).toPrecision(5))));
+});
+
+test.describe("of another tenant", () => {
+  test.use({ token: async ({}, use) => use(process.env["CONSOLE_PLAIN_TOKEN"]!) });
+
+  test("a rule with several inputs has a curve, with a field for each", async ({ page, open, baseURL, token }) => {
+    const headers = { Authorization: `Bearer ${token}` };
+    const rule = { name: "rules/two_inputs", definition: { expression: "dy * x1 * 2, dy * x" } };
+    const answer = await page.request.post(`${baseURL}/v1/rules`, { headers, data: { rule } });
+    expect(answer.status()).toBe(200);
+    await open("#/rules/two_inputs");
+    const row = page.getByRole("row", { name: /^0 / });
+    await expect(row).toHaveText("02");
+    await page.getByRole("region", { name: "Further inputs" }).getByLabel("x1").fill("-4");
+    await expect(row).toHaveText("0−8");
+    const slider = page.getByRole("slider", { name: "Position on x" });
+    await slider.fill("140");
+    await expect(slider).toHaveAttribute("aria-valuetext", /^x = 0.5: .*rule, dy = 1 −8(,|$)/);
+    expect((await page.request.delete(`${baseURL}/v1/rules/two_inputs`, { headers })).status()).toBe(200);
+  });
+});

@@ -14,6 +14,33 @@ test("the state of the server is live while the page is not paused", async ({ pa
   await expect(page.getByRole("button", { name: "Resume" })).toHaveAttribute("aria-pressed", "true");
 });
 
+test("the time in the queue and in the engine is the server's, as a median", async ({ page, open }) => {
+  const times = [
+    { queue: "0.002s", run: "0.0301s" },
+    { queue: "0.004500s", run: "0.5s" },
+    { queue: "0.1s", run: "0.0402s" },
+  ];
+  let calls = 0;
+  await page.route("**/v1/evaluate", async (route) => {
+    const answer = (await (await route.fetch()).json()) as { timings: Record<string, string> };
+    for (const name of ["queue", "run"]) expect(answer.timings[name]).toMatch(/^[\d.]+s$/);
+    Object.assign(answer.timings, times[calls++]);
+    await route.fulfill({ json: answer });
+  });
+  await open("#/graphs?program=binary-net");
+  for (const count of [1, 2, 3]) {
+    await page.getByRole("button", { name: "Run" }).click();
+    await expect.poll(() => calls).toBe(count);
+    await expect(page.getByRole("region", { name: "Gradient of x" })).toBeVisible();
+  }
+  await page.getByRole("link", { name: "Server" }).click();
+  const row = page.getByRole("region", { name: "Table of latencies" }).getByRole("row", { name: /evaluate/ });
+  await expect(row.getByRole("cell")).toHaveText(["3", "0", /^[\d.]+$/, /^[\d.]+$/, "4.5", "40.2"]);
+  // Calls other than evaluations do not tell it.
+  const other = page.getByRole("row", { name: "GET /v1/programs/{name}" });
+  await expect(other.getByRole("cell").nth(4)).toHaveText("");
+});
+
 test("quarantined programs are listed with reason and time", async ({ page, open }) => {
   await page.route("**/v1/status", async (route) => {
     const answer = (await (await route.fetch()).json()) as { status: Record<string, unknown> };

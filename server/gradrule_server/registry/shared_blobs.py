@@ -37,6 +37,7 @@ from gradrule_server.registry.object_store import (
     ObjectStoreError,
     claim,
     open_object_store,
+    read_object,
 )
 from gradrule_server.registry.stored_blobs import BlobKey, StoredBlob, StoredBlobs, counted_bytes
 
@@ -44,7 +45,6 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Bytes of one request, after which a fetch notices that nobody waits for it any more.
 _PIECE_BYTES = 8 << 20
 _MAX_UPLOADS = 8
 _WAIT_FOR_UPLOADS_S = 60.0
@@ -244,16 +244,11 @@ class SharedBlobStore(BlobStore):
                 incoming = Upload(self, name, is_copy=True)
                 try:
                     digest = hashlib.sha256()
-                    offset = 0
-                    while offset < blob.length and not is_unwanted.is_set():
-                        piece = self._shared.objects.read(blob.object, offset, min(_PIECE_BYTES, blob.length - offset))
-                        if not piece:
-                            break
+                    for piece in read_object(self._shared.objects, blob.object, blob.length):
+                        if is_unwanted.is_set():
+                            return
                         incoming.write(piece)
                         digest.update(piece)
-                        offset += len(piece)
-                    if is_unwanted.is_set():
-                        return
                     if digest.hexdigest() == name:
                         incoming.finish()
                         return
@@ -325,9 +320,10 @@ class SharedBlobStore(BlobStore):
             GradruleError: UNAVAILABLE, or QUOTA_EXCEEDED (also if the disk of the cache is full).
         """
         count = 0
-        for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
-            if BLOB_NAME.fullmatch(path.name) is None or not path.is_file():
-                continue
+        found = [path for path in folder.rglob("*") if BLOB_NAME.fullmatch(path.name) is not None and path.is_file()]
+        if found:
+            _log.info("moving %d blobs from %s to %s", len(found), folder, self._shared.objects.url)
+        for path in sorted(found):
             tenant_folder = path.parent.relative_to(folder).as_posix().removeprefix(".")
             upload = Upload(self._in_folder(tenant_folder), path.name)
             try:
@@ -391,8 +387,7 @@ def open_shared_blobs(
         if not is_new and index.is_empty() and (count := index.adopt(objects.iterate())):
             _log.info("%d blobs in %s were entered into the index", count, objects.url)
         blobs = SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, index)
-        if count := blobs.adopt_folder(data_dir / BLOBS):
-            _log.info("%d blobs were moved from %s to %s", count, data_dir / BLOBS, objects.url)
+        blobs.adopt_folder(data_dir / BLOBS)
     except (ObjectStoreError, GradruleError) as cause:
         raise StoreError(f"--blobs {objects.url} cannot be used: {cause}") from cause
     return blobs

@@ -34,8 +34,8 @@ export function ProgramRun({ name }: { name: string }) {
     <>
       <section class="card stack" aria-label="Run">
         <p class="muted">
-          The server does not return the graph of a program. To draw it, load its file: {program.overrides?.length ?? 0}{" "}
-          nodes of it have an override.
+          The server does not return the graphs of programs. To draw this one, load its file. Nodes with an override:{" "}
+          {program.overrides?.length ?? 0}.
         </p>
         <FeedEditor inputs={inputs} feeds={feeds} onChange={setFeeds} />
         <p>

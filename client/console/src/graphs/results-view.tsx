@@ -28,7 +28,8 @@ const SHOWN = 60;
 export function Results({ results }: { results: ColumnResult[] }) {
   const keys = [...new Set(results.flatMap(({ values }) => [...values.keys()]))];
   return (
-    <div class="stack">
+    <section class="stack" aria-label="Results">
+      <h2>Results</h2>
       {results.map(({ title, error }) => error && <p class="field-error">{`${title}: ${error}`}</p>)}
       {keys.map((key) => {
         const values = results.map((result) => result.values.get(key) ?? { missing: "not computed" });
@@ -49,7 +50,7 @@ export function Results({ results }: { results: ColumnResult[] }) {
           </section>
         );
       })}
-    </div>
+    </section>
   );
 }
 

@@ -227,12 +227,7 @@ function Run({ graph, form, example, inputs, ready }: RunProps) {
         </p>
         {error !== undefined && <ErrorBox error={error} />}
       </section>
-      {results && (
-        <section class="stack" aria-label="Results">
-          <h2>Results</h2>
-          <Results results={results} />
-        </section>
-      )}
+      {results && <Results results={results} />}
     </>
   );
 }

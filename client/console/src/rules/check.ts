@@ -1,4 +1,5 @@
 import { grid, PointSampler, same, sampleGradient, sampleOwn, sampleRows, type Target } from "./sampling";
+import { forwardText } from "./setups";
 
 /** A point where the slopes of the forward function on both sides differ. */
 export interface Kink {
@@ -49,7 +50,7 @@ export async function checkGradient(target: Target, signal: AbortSignal): Promis
   ]);
   const at = (offset: number, index: number) => forward[offsets.indexOf(offset) * POINTS + index]!;
   const found: Check = {
-    of: setup.forward,
+    of: forwardText(setup),
     compared: 0,
     different: 0,
     largest: 0,

@@ -12,12 +12,15 @@ export interface PlaygroundState {
   expression: string;
   opType: string;
   params: PlaygroundParam[];
+  /** Values of further inputs that somebody chose, `x1` first. */
+  others: number[];
 }
 
 const FIRST: PlaygroundState = {
   expression: "where(abs(x) <= width, dy, 0)",
   opType: "Sign",
   params: [{ name: "width", value: 1 }],
+  others: [],
 };
 
 /** Reads the state of an address. */
@@ -29,14 +32,16 @@ export function readState(query: URLSearchParams): PlaygroundState {
     expression,
     opType: query.get("op") ?? "",
     params: params.map(([key, value]) => ({ name: key.slice(2), value: Number(value) })),
+    others: query.getAll("x").map(Number),
   };
 }
 
 /** Returns the address of a state. */
-export function stateLink({ expression, opType, params }: PlaygroundState): string {
+export function stateLink({ expression, opType, params, others }: PlaygroundState): string {
   const query = new URLSearchParams({ e: expression });
   if (opType) query.set("op", opType);
   for (const { name, value } of params) if (name) query.append(`p.${name}`, String(value));
+  for (const value of others) query.append("x", String(value));
   return `#/playground?${query}`;
 }
 
@@ -51,6 +56,7 @@ export function playgroundLink(rule: Rule): string {
       name: param.name,
       value: defaultOf(param) ?? EXAMPLE_PARAMS[param.name] ?? 1,
     })),
+    others: [],
   });
 }
 

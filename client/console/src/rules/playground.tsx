@@ -28,6 +28,10 @@ export function Playground({ route }: { route: Route }) {
   const study = useStudy(target, undefined, link + JSON.stringify(range ?? ""));
   const expressionError = errorOf(study.error);
   const missing = expressionError?.message.match(/^unknown name '([A-Za-z_]\w*)'/)?.[1];
+  const isOther = state.opType !== "" && !(state.opType in SETUPS);
+  const others = target?.setup.others ?? [];
+  const changeOther = (index: number, value: number) =>
+    change({ others: others.map((other, at) => (at === index ? value : other)) });
   const snippets = snippetsOfDefinition(definition, state.opType);
   return (
     <>
@@ -53,9 +57,9 @@ export function Playground({ route }: { route: Route }) {
               <span>Op</span>
               <select
                 class="select"
-                value={state.opType in SETUPS || !state.opType ? state.opType : "other"}
+                value={isOther ? "other" : state.opType}
                 onChange={(event) => {
-                  change({ opType: event.currentTarget.value });
+                  change({ opType: event.currentTarget.value, others: [] });
                   setRange(undefined);
                 }}
               >
@@ -64,7 +68,7 @@ export function Playground({ route }: { route: Route }) {
                 {OPS.map((name) => (
                   <option value={name}>{name}</option>
                 ))}
-                {state.opType && !(state.opType in SETUPS) && <option value="other">{state.opType}</option>}
+                {isOther && <option value="other">{state.opType}</option>}
               </select>
             </label>
             <NumberField
@@ -77,6 +81,19 @@ export function Playground({ route }: { route: Route }) {
               value={target?.setup.high ?? 3}
               onChange={(high) => setRange({ low: target?.setup.low ?? -3, high })}
             />
+            {others.map((value, index) => (
+              <NumberField
+                key={index}
+                label={`x${index + 1}`}
+                value={value}
+                onChange={(next) => changeOther(index, next)}
+              />
+            ))}
+            {isOther && (
+              <button class="button button-small" type="button" onClick={() => change({ others: [...others, 1] })}>
+                Add input x{others.length + 1}
+              </button>
+            )}
           </div>
           <fieldset class="params">
             <legend class="small">Params</legend>
@@ -154,7 +171,10 @@ export function Playground({ route }: { route: Route }) {
 
 function targetOf(state: PlaygroundState, range: { low: number; high: number } | undefined): Target | undefined {
   if (!state.expression.trim()) return undefined;
-  const setup = { ...setupOfOp(state.opType), ...(range && range.low < range.high ? range : {}) };
+  const setup = {
+    ...setupOfOp(state.opType, state.expression, state.others),
+    ...(range && range.low < range.high ? range : {}),
+  };
   setup.overDy = (!state.opType || state.opType === "Identity") && usesOnlyDy(state.expression);
   return { source: { definition: definitionOf(state) }, setup, params: {} };
 }

@@ -52,10 +52,11 @@ function Details({ rule, asked }: { rule: Rule; asked: string }) {
   const name = ruleName(rule);
   const { target, reason } = targetOf(rule, asked);
   const [params, setParams] = useState(target?.params ?? {});
+  const [others, setOthers] = useState(target?.setup.others ?? []);
   const state = useStudy(
-    target && { ...target, params },
+    target && { ...target, params, setup: { ...target.setup, others } },
     rule.perSample,
-    JSON.stringify([asked, Object.entries(params).map(([key, value]) => [key, String(value)])]),
+    JSON.stringify([asked, Object.entries(params).map(([key, value]) => [key, String(value)]), others.map(String)]),
   );
   const snippets = snippetsOf(rule);
   return (
@@ -69,7 +70,11 @@ function Details({ rule, asked }: { rule: Rule; asked: string }) {
             <span class="muted">{KINDS[rule.kind ?? ""]}</span>
             {rule.family && <span class="tag">{FAMILIES[rule.family] ?? rule.family}</span>}
             {rule.trueGradient && <span class="tag tag-good">true gradient</span>}
-            {rule.hidesBuiltin && <span class="tag tag-warn">hides builtin/{name}</span>}
+            {rule.hidesBuiltin && (
+              <span class="tag tag-warn">
+                hides <a href={href("rules", `builtin/${name}`)}>builtin/{name}</a>
+              </span>
+            )}
           </p>
         </div>
         <div class="row">
@@ -114,6 +119,22 @@ function Details({ rule, asked }: { rule: Rule; asked: string }) {
               values={params}
               onChange={(param, value) => setParams((before) => ({ ...before, [param]: value }))}
             />
+          )}
+          {others.length > 0 && (
+            <section class="card stack" aria-labelledby="inputs-title">
+              <h2 id="inputs-title">Further inputs</h2>
+              {others.map((value, index) => (
+                <div class="param">
+                  <code>x{index + 1}</code>
+                  <NumberField
+                    label={`x${index + 1}`}
+                    hidden
+                    value={value}
+                    onChange={(next) => setOthers((before) => before.map((other, at) => (at === index ? next : other)))}
+                  />
+                </div>
+              ))}
+            </section>
           )}
           {target && (
             <CheckCard

@@ -199,7 +199,12 @@ function firsts(x: Rows): number[] {
 }
 
 function values(setup: Setup, x: Rows, dy: Rows, dtype: Dtype): Record<string, unknown> {
-  const others = setup.others.map((value, index) => [`x${index + 1}`, { dtype, values: value }]);
+  const alike = (value: number) =>
+    tensor(x.map((item) => (Array.isArray(item) ? item.map(() => value) : value)) as Rows, dtype);
+  const others = setup.others.map((value, index) => [
+    `x${index + 1}`,
+    setup.othersLikeX ? alike(value) : { dtype, values: encodeNumber(value) },
+  ]);
   return { x: tensor(x, dtype), dy: tensor(dy, dtype), ...Object.fromEntries(others) };
 }
 

@@ -1,3 +1,4 @@
+import { numberText } from "../api/numbers";
 import type { Rule } from "../api/types";
 import { ruleName } from "./rule-text";
 
@@ -5,10 +6,12 @@ import { ruleName } from "./rule-text";
 export interface Setup {
   /** Op of the rule. Without one, the rule runs alone. */
   opType?: string;
-  /** Text of the forward function; empty if there is none. */
+  /** Text of the forward function, with `x1` for the first further input; empty if there is none. */
   forward: string;
   /** Values of further inputs, `x1` first. */
   others: number[];
+  /** Further inputs have the shape of x, not that of a single number. */
+  othersLikeX?: boolean;
   low: number;
   high: number;
   /** The forward function is the step `x > 0`, which is a pattern of two ops. */
@@ -19,6 +22,8 @@ export interface Setup {
 
 /** Tells why a rule is no function of one number. */
 export class NoSetupError extends Error {}
+
+const MAX_INPUTS = 9;
 
 const DEFAULT: Setup = { forward: "", others: [], low: -3, high: 3 };
 
@@ -60,12 +65,12 @@ export const SETUPS: Readonly<Record<string, Setup>> = {
   ...unary(0.05, 4, "Log", "Rsqrt", "Reciprocal", "Inv"),
   ...unary(0, 4, "Sqrt"),
   ...unary(-0.9, 4, "Log1p"),
-  ...nary("Minimum", "Minimum(x, 1)", 1),
-  ...nary("Maximum", "Maximum(x, -1)", -1),
-  ...nary("ClipByValue", "ClipByValue(x, -1, 1)", -1, 1),
-  ...nary("RealDiv", "x / 2", 2),
-  ...nary("DivNoNan", "DivNoNan(x, 2)", 2),
-  ...nary("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVars(x, -1, 1)", -1, 1),
+  ...nary("Minimum", "Minimum(x, x1)", 1),
+  ...nary("Maximum", "Maximum(x, x1)", -1),
+  ...nary("ClipByValue", "ClipByValue(x, x1, x2)", -1, 1),
+  ...nary("RealDiv", "x / x1", 2),
+  ...nary("DivNoNan", "DivNoNan(x, x1)", 2),
+  ...nary("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVars(x, x1, x2)", -1, 1),
   "@activation": { ...DEFAULT, opType: "Relu", forward: "Relu(x)" },
 };
 
@@ -81,12 +86,36 @@ export const EXAMPLE_PARAMS: Readonly<Record<string, number>> = {
   ...{ seed: 0, step: 0, lo: -1, hi: 1, low: -1, high: 1, factor: 0.5, mask: 1, levels: 2, qn: -2, qp: 1 },
 };
 
-/** Returns the setup of an op type; one that is not known gets the op with x as its only input. */
-export function setupOfOp(opType: string): Setup {
-  if (!opType) return DEFAULT;
+/**
+ * Returns the setup of an op type.
+ *
+ * @param opType Empty: the expression runs alone.
+ * @param expression Its variables tell the number of inputs, unless the op is known.
+ * @param given Values of further inputs, `x1` first; missing ones have an example value. An op that is not known has at least these.
+ */
+export function setupOfOp(opType: string, expression: string, given: readonly number[]): Setup {
   if (opType.startsWith("@") && !(opType in SETUPS))
     throw new NoSetupError(`no op of ${opType} maps one number to one number`);
-  return SETUPS[opType] ?? { ...DEFAULT, opType, forward: `${opType}(x)` };
+  const known = SETUPS[opType];
+  if (known) return { ...known, others: known.others.map((value, index) => given[index] ?? value) };
+  const count = Math.max(furtherInputs(expression), opType ? given.length : 0);
+  const others = Array.from({ length: count }, (_, index) => given[index] ?? 1);
+  const all = ["x", ...others.map((_, index) => `x${index + 1}`)].join(", ");
+  return { ...DEFAULT, ...(opType ? { opType, forward: `${opType}(${all})` } : {}), others, othersLikeX: true };
+}
+
+/** Returns how many inputs an expression uses besides x. */
+export function furtherInputs(expression: string): number {
+  const numbers = [...expression.matchAll(/\bx([1-9]\d*)\b/g)].map((found) => Number(found[1]));
+  return Math.min(Math.max(0, ...numbers), MAX_INPUTS);
+}
+
+/** Returns the text of the forward function with the values of further inputs. */
+export function forwardText({ forward, others }: Setup): string {
+  return forward.replace(/\bx([1-9]\d*)\b/g, (name, index) => {
+    const value = others[Number(index) - 1];
+    return value === undefined ? name : numberText(value);
+  });
 }
 
 /** Returns the setup that suits a registered rule. Throws NoSetupError. */
@@ -104,10 +133,9 @@ export function setupOfRule(rule: Rule): Setup {
   if (first) throw new NoSetupError(WITHOUT_SETUP[first] ?? `it is for ${first}`);
   if (name === "lsq") return { ...DEFAULT, others: [0.5] };
   const expression = rule.definition?.expression ?? "";
-  if (/\bx[1-9]\d*\b/.test(expression)) throw new NoSetupError("it has several inputs");
   if (/\b(y|default)\d*\b/.test(expression))
     throw new NoSetupError("it needs an op: open it in the playground and choose one");
-  return { ...DEFAULT, overDy: needsOnlyDy(rule) };
+  return { ...setupOfOp("", expression, []), overDy: needsOnlyDy(rule) };
 }
 
 /** Tells whether an expression uses dy but no other variable. */

@@ -5,6 +5,7 @@ import { Plot, type PlotLine } from "../ui/plot";
 import { ErrorBox, Loading, problemOf } from "../ui/states";
 import { checkGradient, sampleSpecial, type Check, type SpecialValue } from "./check";
 import { PointSampler, sampleCurve, type Curve, type Target } from "./sampling";
+import { forwardText } from "./setups";
 
 /** What the server computed for a rule: its curve, its values at special numbers, and the check of its gradient. */
 export interface Study {
@@ -111,7 +112,7 @@ export function CurveCard({ state, showError = true }: { state: StudyState; show
 }
 
 function linesOf({ curve, target }: Study): PlotLine[] {
-  const forward = target.setup.forward;
+  const forward = forwardText(target.setup);
   const lines: PlotLine[] = [];
   if (curve.y) lines.push({ label: forward || "the op", values: curve.y, colour: "--line-strong", width: 1.5 });
   lines.push({
@@ -145,7 +146,7 @@ export function SpecialCard({ state }: { state: StudyState }) {
               </th>
               {hasOp && (
                 <th scope="col" class="number">
-                  {state.study?.target.setup.forward}
+                  {state.study && forwardText(state.study.target.setup)}
                 </th>
               )}
               {hasOp && (

@@ -30,10 +30,12 @@ class LocalServer:
 
     Args:
         settings: Flags of `gradrule serve`, with `_` for `-`.
+        log_to_stderr: Write the server's log to stderr of this process; otherwise it is shown only if the start fails.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], *, log_to_stderr: bool = False) -> None:
         self._settings = dict(settings)
+        self._log_to_stderr = log_to_stderr
         self._pid = os.getpid()
         self._supervisor: subprocess.Popen[str] | None = None
 
@@ -59,7 +61,7 @@ class LocalServer:
                 supervisor + server,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=None if self._log_to_stderr else log,
                 text=True,
                 start_new_session=True,
             )
@@ -71,6 +73,11 @@ class LocalServer:
             except BaseException:
                 self.stop()
                 raise
+
+    def wait(self) -> int:
+        """Returns the exit code of the server once it has ended. Only while it runs."""
+        assert self._supervisor is not None
+        return self._supervisor.wait()
 
     def stop(self) -> None:
         """Stops the server with SIGTERM, after 30 seconds with SIGKILL, and removes the temporary folder.

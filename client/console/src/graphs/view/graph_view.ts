@@ -107,7 +107,7 @@ export class GraphView {
       element("span", "gv-gap"),
       this.constantsLabel,
       button("Fold", "Fold all scopes", () => this.fold()),
-      button("Fit", "Show the whole graph (0)", () => this.fit()),
+      button("Fit", "Fit the whole graph (0)", () => this.fit()),
       button("−", "Zoom out (-)", () => this.zoom(0.8)),
       button("+", "Zoom in (+)", () => this.zoom(1.25)),
     );

@@ -23,7 +23,7 @@ export function legendPanel(graph: GraphData, open: boolean, showRule: (rule: nu
     const drawn = pill ? [sample(pillOf(pill, graph.pills[pill]!, 12, 9))] : [];
     rows.push(make("p", pill === "wrong" ? "gv-wrong" : "", ...drawn, make("span", "", line)));
   }
-  if (graph.legend.length) rows.push(make("h3", "", "Rules"));
+  if (graph.legend.length) rows.push(make("h2", "", "Rules"));
   graph.legend.forEach(({ mark: letter, name, counts }, rule) => {
     const text = make("span", "", make("b", "", name), make("small", "", counts));
     const button = make("button", "gv-rule", sample(mark(graph, rule, letter, 4, 0, 17, 18)), text);
@@ -33,7 +33,7 @@ export function legendPanel(graph: GraphData, open: boolean, showRule: (rule: nu
     button.addEventListener("click", () => showRule(rule));
     rows.push(button);
   });
-  rows.push(make("h3", "", "Lines"));
+  rows.push(make("h2", "", "Lines"));
   for (const [classes, line] of graph.samples.filter(([classes]) => occurs(graph, classes))) {
     const drawn = classes.startsWith("edge")
       ? svg("path", { class: classes, d: "M2,9 H24" })

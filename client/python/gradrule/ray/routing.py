@@ -1,0 +1,92 @@
+"""Chooses a replica for each call, by its program, so that each replica keeps few programs loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from gradrule.common import wire_format
+
+# Ray Serve pickles this module's functions and globals, so it may hold no objects of the process.
+from gradrule.ray import leaving_replicas
+from gradrule.v1 import evaluate_pb2
+
+_PROGRAM = evaluate_pb2.EvaluateRequest.PROGRAM_FIELD_NUMBER
+_SPEC = evaluate_pb2.EvaluateRequest.SPEC_FIELD_NUMBER
+_SHARE = 1.25
+_T = TypeVar("_T")
+
+
+def program_key(request: bytes) -> str:
+    """Returns a text that is equal for `EvaluateRequest`s of one program; empty if the bytes name none.
+
+    A compiled program is identified by its name, an inline one by the hash of its definition. The tensors are skipped.
+    """
+    try:
+        for number, start, end in wire_format.fields(request, 0, len(request)):
+            if number in (_PROGRAM, _SPEC):
+                return hashlib.sha256(memoryview(request)[start:end]).hexdigest()[:32]
+    except wire_format.MalformedError:
+        # The server says what is wrong.
+        pass
+    return ""
+
+
+def preferred(key: str, loads: Sequence[tuple[_T, str, int]], min_bound: int) -> list[_T]:
+    """Returns replicas in the order in which a program's call should try them.
+
+    Each program has an order of its own (rendezvous hashing, Thaler and Ravishankar 1998), which changes for few
+    programs when a replica comes or goes. Replicas whose load reaches the bound come last (consistent hashing with
+    bounded loads, Mirrokni et al. 2018, arXiv:1608.01350), so a program that is called often gets several replicas.
+
+    Args:
+        key: Of the program.
+        loads: Replica, its ID, and its number of calls.
+        min_bound: Calls that a replica may have in any case before the next one is tried.
+    """
+    total = sum(load for _, _, load in loads)
+    bound = max(min_bound, math.ceil(_SHARE * (total + 1) / max(1, len(loads))))
+    ordered = sorted(loads, key=lambda entry: hashlib.sha256(f"{key}/{entry[1]}".encode()).digest())
+    free = [replica for replica, _, load in ordered if load < bound]
+    busy = sorted((entry for entry in ordered if entry[2] >= bound), key=lambda entry: entry[2])
+    return free + [replica for replica, _, _ in busy]
+
+
+class ProgramRouter(RequestRouter):  # type: ignore[misc]  # Ray is not checked
+    """Sends calls of a program to the same replica while it has room; other calls to the less busy of two replicas.
+
+    Keyword arguments of `request_router_kwargs`:
+        min_bound: Calls that the preferred replica of a program may have before another one is used. Default 2.
+    """
+
+    def initialize_state(self, min_bound: int = 2) -> None:
+        self._min_bound = min_bound
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Returns groups of replicas; Ray Serve tries one group after the other."""
+        if pending_request is None:
+            return [candidate_replicas]
+        # Wait between rounds if no replica takes the call.
+        pending_request.routing_context.should_backoff = True
+        key = pending_request.metadata.multiplexed_model_id
+        if not key:
+            return [random.sample(candidate_replicas, min(2, len(candidate_replicas))), candidate_replicas]
+        loads = [
+            (replica, str(replica.replica_id), self.replica_queue_len_cache.get(replica.replica_id) or 0)
+            for replica in candidate_replicas
+        ]
+        return [[replica] for replica in preferred(key, loads, self._min_bound)]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        leaving_replicas.LEAVING.keep({replica.replica_id for replica in replicas})
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        leaving_replicas.LEAVING.set_replica(pending_request.metadata.request_id, replica_id)

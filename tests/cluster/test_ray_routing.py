@@ -1,0 +1,107 @@
+"""Tests how `gradrule.ray` chooses replicas and counts requests, without a cluster."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
+
+with warnings.catch_warnings(action="ignore"):
+    pytest.importorskip("ray")
+    from gradrule.ray.autoscaling import autoscaling_policy
+    from gradrule.ray.replica import Replica, StreamCounter
+    from gradrule.ray.routing import preferred, program_key
+    from gradrule.ray.rpcs import RPCS, Rpc
+
+KEYS = [f"program {number}" for number in range(1000)]
+
+
+def request(x: bytes = b"", **target: object) -> bytes:
+    feeds = [tensor_pb2.NamedTensor(name=x.decode())]
+    return evaluate_pb2.EvaluateRequest(feeds=feeds, **target).SerializeToString()
+
+
+def test_each_rpc_has_a_method_of_its_own() -> None:
+    # Ray Serve calls methods of a deployment by the last part of the RPC's path.
+    assert len({rpc.method for rpc in RPCS}) == len(RPCS) > 15
+    assert all(callable(getattr(Replica, rpc.method)) for rpc in RPCS)
+
+
+def test_requests_for_one_program_have_one_key() -> None:
+    spec = program_pb2.ProgramSpec(fetches=["y"])
+    assert program_key(request(b"a", program="programs/p")) == program_key(request(b"b", program="programs/p")) != ""
+    assert program_key(request(b"a", spec=spec)) == program_key(request(b"b", spec=spec)) != ""
+    others = {request(program="programs/p"), request(program="programs/q"), request(spec=spec)}
+    assert len({program_key(one) for one in others}) == 3
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\xff", request(b"x")])
+def test_requests_without_a_program_have_no_key(data: bytes) -> None:
+    assert program_key(data) == ""
+
+
+def first(key: str, loads: dict[str, int], min_bound: int = 2) -> str:
+    return preferred(key, [(name, name, load) for name, load in loads.items()], min_bound)[0]
+
+
+def test_programs_spread_over_replicas_and_move_only_when_theirs_goes() -> None:
+    idle = dict.fromkeys("abcd", 0)
+    before = {key: first(key, idle) for key in KEYS}
+    # 1,000 programs over 4 replicas: 250 each, with a standard deviation of 14.
+    assert all(180 < count < 320 for count in Counter(before.values()).values())
+    after = {key: first(key, dict.fromkeys("abc", 0)) for key in KEYS}
+    assert {key for key in KEYS if before[key] != after[key]} == {key for key in KEYS if before[key] == "d"}
+
+
+def test_a_program_that_is_called_often_gets_further_replicas() -> None:
+    loads = dict.fromkeys("abcd", 0)
+    order = preferred("program", [(name, name, 0) for name in loads], 2)
+    chosen = []
+    for _ in range(20):
+        chosen.append(first("program", loads))
+        loads[chosen[-1]] += 1
+    assert chosen[:4] == [order[0], order[0], order[1], order[1]]
+    assert set(chosen) == set(loads)
+    # Busy replicas are tried too, but last.
+    assert preferred("program", [("a", "a", 9), ("b", "b", 8), ("c", "c", 0)], 2) == ["c", "b", "a"]
+
+
+def test_replicas_follow_running_and_waiting_requests() -> None:
+    context = SimpleNamespace(
+        aggregated_metrics={"requests": {"a": 12.0, "b": 20.0}},
+        total_queued_requests=8,
+        config=SimpleNamespace(get_target_ongoing_requests=lambda: 10),
+    )
+    assert autoscaling_policy(context) == (4.0, {})
+
+
+async def test_a_stream_counts_requests_that_have_no_answer_yet() -> None:
+    counts = [0]
+
+    def add(change: int) -> None:
+        counts.append(counts[-1] + change)
+
+    async def requests() -> object:
+        for message in (
+            evaluate_pb2.StreamEvaluateRequest(request_id=1, chunk=b"..."),
+            evaluate_pb2.StreamEvaluateRequest(request_id=1, evaluate=evaluate_pb2.EvaluateRequest()),
+            evaluate_pb2.StreamEvaluateRequest(request_id=2, forward=evaluate_pb2.ForwardRequest()),
+            evaluate_pb2.StreamEvaluateRequest(request_id=3, cancel=evaluate_pb2.CancelRequest(request_id=2)),
+        ):
+            yield message.SerializeToString()
+
+    counter = StreamCounter(Rpc("/gradrule.v1.GradientService/StreamEvaluate", True, True), add)
+    passed = [message async for message in counter.counted(requests())]
+    assert len(passed) == 4
+    assert counts[-1] == 2
+    counter.count_response(evaluate_pb2.StreamEvaluateResponse(request_id=1, chunk=b"...").SerializeToString())
+    assert counts[-1] == 2
+    answer = evaluate_pb2.StreamEvaluateResponse(request_id=1, evaluate=evaluate_pb2.EvaluateResponse())
+    counter.count_response(answer.SerializeToString())
+    assert counts[-1] == 1
+    counter.close()
+    assert counts[-1] == 0
