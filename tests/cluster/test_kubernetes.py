@@ -35,10 +35,11 @@ FOREIGN = {
     "ServiceMonitor": ("monitoring.coreos.com/v1", {"selector", "endpoints"}),
     "PrometheusRule": ("monitoring.coreos.com/v1", {"groups"}),
 }
-PENDING = {"GRADRULE_REGISTRY"}
-"""The setting of the shared registry, which follows."""
 SECRETS = {
-    "gradrule-registry": {"url": "postgresql://gradrule:secret@db:5432/gradrule", "ca.crt": ""},
+    "gradrule-registry": {
+        "url": "postgresql://u:p@db:5432/n?sslmode=verify-full&sslrootcert=/run/gradrule/registry/ca.crt",
+        "ca.crt": "",
+    },
     "gradrule-blobs": {
         "url": "s3://bucket/prefix",
         "access-key-id": "a",
@@ -94,8 +95,7 @@ def settings(documents: Sequence[Manifest], dockerfile: str = "Dockerfile") -> S
     assert command[0] == "serve"
     assert "args" not in container(documents)
     assert "command" not in container(documents)
-    variables = environment(documents)
-    return Settings.load(command[1:], {name: value for name, value in variables.items() if name not in PENDING})
+    return Settings.load(command[1:], environment(documents))
 
 
 def test_resources_are_valid_without_kubectl() -> None:
