@@ -26,7 +26,6 @@ from gradrule_server.settings import SettingsError, default_data_dir, environmen
 
 _VARIABLE = environment_name("data_dir")
 _REGISTRY_VARIABLE = environment_name("registry")
-_REGISTRY_VARIABLE = environment_name("registry")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -74,15 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     with contextlib.suppress(SettingsError):
         fallback = fallback or default_data_dir(os.environ)
     for command in (backup_parser, restore_parser, check_parser, new_parser):
-        command.add_argument(
-            "--registry",
-            metavar="URL",
-            type=_database_url,
-            default=os.environ.get(_REGISTRY_VARIABLE, ""),
-            help="PostgreSQL database; without it: SQLite in the data directory, which holds the blobs in any case "
-            f"[env: {_REGISTRY_VARIABLE}]",
-        )
-    for command in (backup_parser, restore_parser, check_parser, new_parser, copy_parser):
         command.add_argument(
             "--registry",
             metavar="URL",

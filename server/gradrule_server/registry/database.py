@@ -66,10 +66,12 @@ class Database:
     Attributes:
         is_shared: Whether several servers may use the database at a time.
         description: Where the database is, for messages; holds no password.
+        away: Why the database cannot be used now; empty: it can.
     """
 
     is_shared: ClassVar[bool] = False
     description: str
+    away: str = ""
 
     def read(self) -> AbstractContextManager[Connection]:
         """Opens a transaction that reads; all its queries see one state."""

@@ -31,7 +31,7 @@ _SETTINGS = {
     "statement_timeout": f"{STATEMENT_S * 1000:.0f}",
     "lock_timeout": f"{STATEMENT_S * 1000 - 500:.0f}",
     # A server that hangs within a transaction must not stop the writes of all others.
-    "idle_in_transaction_session_timeout": "60000",
+    "idle_in_transaction_session_timeout": "15000",
     # An acknowledged write must survive, whatever the default of the database is.
     "synchronous_commit": "on",
 }

@@ -93,7 +93,7 @@ class PostgresDatabase(Database):
         self._refreshes_started = self._refreshes_done = 0
         self._thread = _ThreadState()
         self._state = threading.Lock()
-        self._away = ""
+        self.away = ""
         self._is_probing = False
         self._probe_at = 0.0
         self._folder_lock = None if folder is None else _lock_folder(folder)
@@ -106,11 +106,6 @@ class PostgresDatabase(Database):
             self.close()
             raise
 
-    @property
-    def away(self) -> str:
-        """Why the database cannot be used; empty: it can."""
-        return self._away
-
     def close(self) -> None:
         """Closes all connections, and unlocks the folder."""
         self._engine.dispose()
@@ -120,11 +115,11 @@ class PostgresDatabase(Database):
 
     def check(self) -> None:
         """Applies changes of other servers; logs why the database cannot be used, and when it can be used again."""
-        was_away = self._away
+        was_away = self.away
         try:
             self.refresh()
         except GradruleError as cause:
-            self._warning.report(f"{self._away or cause.message}; the server goes on with what it has in memory")
+            self._warning.report(f"{self.away or cause.message}; the server goes on with what it has in memory")
             return
         self._warning.report(None)
         if was_away:
@@ -310,7 +305,7 @@ class PostgresDatabase(Database):
                 raise _TryAgain from cause
             raise self._translate(cause) from cause
         else:
-            if self._away:
+            if self.away:
                 self._set_away("")
         finally:
             self._thread.is_guarded = False
@@ -320,7 +315,7 @@ class PostgresDatabase(Database):
     def _enter(self) -> bool:
         """Returns whether this call tries if the database is back. Raises UNAVAILABLE if another call does that."""
         with self._state:
-            if not self._away:
+            if not self.away:
                 return False
             if self._is_probing or time.monotonic() < self._probe_at:
                 raise _unavailable("cannot be reached")
@@ -329,7 +324,7 @@ class PostgresDatabase(Database):
 
     def _set_away(self, reason: str) -> None:
         with self._state:
-            self._away = reason
+            self.away = reason
             self._probe_at = time.monotonic() + _RETRY_S
 
     def _translate(self, cause: DBAPIError) -> Exception:
