@@ -63,8 +63,18 @@ def create_app(upstream: Upstream, converters: Converters, limits: Limits, *, in
     console = Path(__file__).parent / "console"
     # The default, not a route: a route for all paths would hide that a path has no such method.
     has_console = (console / "index.html").is_file()
-    others: Any = StaticFiles(directory=console, html=True) if has_console else _no_console
+    others: Any = ConsoleFiles(directory=console, html=True) if has_console else _no_console
     return Guard(Router(routes, redirect_slashes=False, default=others), limits)
+
+
+class ConsoleFiles(StaticFiles):
+    """Serves the console's files. Their names stay after an upgrade, so browsers must ask whether they changed."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """Returns a file, or 304 if the browser has it."""
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "no-cache"
+        return response
 
 
 class Gateway:
