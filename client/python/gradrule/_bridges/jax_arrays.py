@@ -36,6 +36,12 @@ class JaxLibrary:
         empty = {"initial": -np.inf if op == "Max" else np.inf} if op in ("Max", "Min") and value.size == 0 else {}
         return getattr(jnp, op.lower())(value, axis=axes, keepdims=keep, **empty)
 
+    def sigmoid(self, value: Any) -> Any:
+        return jax.nn.sigmoid(value)
+
+    def softplus(self, value: Any) -> Any:
+        return jax.nn.softplus(value)
+
     def softmax(self, value: Any, log: bool) -> Any:
         return (jax.nn.log_softmax if log else jax.nn.softmax)(value, axis=-1)
 
