@@ -105,7 +105,7 @@ class Replica:
     async def forward_unary(self, rpc: Rpc, request: Any, context: Any) -> Ending:
         """Forwards a call with one response. request: bytes, or an iterator of messages."""
         make = self._channel.stream_unary if rpc.has_request_stream else self._channel.unary_unary
-        call: Any = make(rpc.path)(request, **_options(context))
+        call: Any = make(rpc.path)(request, **call_options(context))
         self._requests += 1
         try:
             message = await call
@@ -124,7 +124,7 @@ class Replica:
             request, make = counter.counted(request), self._channel.stream_stream
         else:
             make = self._channel.unary_stream
-        call: Any = make(rpc.path)(request, **_options(context))
+        call: Any = make(rpc.path)(request, **call_options(context))
         try:
             async for message in call:
                 counter.count_response(message)
@@ -207,7 +207,7 @@ def _has_field(message: bytes, numbers: frozenset[int]) -> bool:
         return False
 
 
-def _options(context: Any) -> dict[str, Any]:
+def call_options(context: Any) -> dict[str, Any]:
     """Returns metadata and timeout of the call to the server."""
     metadata, timeout = [], None
     for key, value in context.invocation_metadata():
