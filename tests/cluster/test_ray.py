@@ -7,6 +7,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -178,7 +179,9 @@ def test_killed_replicas_and_servers_are_replaced_without_a_failed_call(
         with client.session(graph) as session:
             session.step({}, loss="loss", optimizer=gr.optimizers.SGD(0.25))
             load.wait_for_answers(20)
+            orphan = cluster.server_pid(victim)
             ray.kill(victim)
+            wait_until(lambda: not Path(f"/proc/{orphan}").exists() or None, "end of the server of a killed replica")
             load.wait_for_answers(20)
             cluster.wait_for_replicas(2)
             os.kill(cluster.server_pid(other), signal.SIGKILL)

@@ -73,6 +73,8 @@ class Replica:
         UnavailableError: The server did not start.
     """
 
+    _server: LocalServer | None = None
+
     def __init__(self, settings: Mapping[str, Any]) -> None:
         for name, reason in _REFUSED.items():
             if settings.get(name) or os.environ.get(f"GRADRULE_{name.upper()}"):
@@ -81,6 +83,9 @@ class Replica:
         if not (settings.get("registry") or os.environ.get("GRADRULE_REGISTRY")):
             # The data folder has the registry, so it must outlive the replica, and only one server can use it.
             chosen.setdefault("data_dir", _default_data_dir())
+        if registry := chosen.pop("registry", ""):
+            # The URL may have a password, which everybody on the node could read in the arguments of the process.
+            os.environ["GRADRULE_REGISTRY"] = registry
         self._requests = 0
         self._is_stopping = False
         self._server = LocalServer(chosen, log_to_stderr=True)
@@ -90,7 +95,8 @@ class Replica:
     def __del__(self) -> None:
         """Drains and stops the server. Ray Serve calls this when it stops a replica."""
         self._is_stopping = True
-        self._server.stop()
+        if self._server is not None:
+            self._server.stop()
 
     async def check_health(self) -> None:
         """Raises `RuntimeError` or `grpc.RpcError` unless an engine is ready. Ray Serve calls this at intervals."""
@@ -146,6 +152,7 @@ class Replica:
         return grpc.aio.insecure_channel(self._target, options=_OPTIONS)
 
     def _end_with_server(self) -> None:
+        assert self._server is not None
         code = self._server.wait()
         if not self._is_stopping:
             _log.error("the gradrule server of this replica ended with exit code %s; the replica ends too", code)
