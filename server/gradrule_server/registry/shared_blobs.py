@@ -59,6 +59,7 @@ class _Shared:
     Attributes:
         uses: The times of last uses that are not in the index yet, microseconds since 1970.
         uploading: The keys of the objects that this server stores now.
+        is_compared: Whether the index was compared with the objects since the start.
         usage: The amount of each folder, as last seen.
     """
 
@@ -69,6 +70,7 @@ class _Shared:
         self.lock = threading.Lock()
         self.uses: dict[BlobKey, int] = {}
         self.uploading: set[str] = set()
+        self.is_compared = False
         self.upload_slots = threading.BoundedSemaphore(_MAX_UPLOADS)
         self.usage = index.usage()
         self.warning = RepeatedWarning(_log)
@@ -304,11 +306,22 @@ class SharedBlobStore(BlobStore):
             shared.index.record_uses(uses, list(shared.uploading))
             shared.usage = shared.index.usage()
             self._delete(shared.index.take_lost())
+            if not shared.is_compared:
+                # After a backup was restored, the object store has newer objects than the index.
+                self.adopt_objects()
+                shared.is_compared = True
+        except ObjectStoreError as cause:
+            _log.debug("the objects cannot be listed now: %s", cause)
         except GradruleError as cause:
             # The database, which reports this itself, is away.
             _log.debug("the index of blobs cannot be changed now: %s", cause)
             with shared.lock:
                 shared.uses = uses | shared.uses
+
+    def adopt_objects(self) -> None:
+        """Enters objects into the index that it lacks. Raises `ObjectStoreError`."""
+        if count := self._shared.index.adopt(self._shared.objects.iterate()):
+            _log.info("%d blobs in %s were entered into the index", count, self._shared.objects.url)
 
     def adopt_folder(self, folder: Path) -> int:
         """Moves the blobs of a server without an object store into the object store; returns their number.
@@ -384,9 +397,10 @@ def open_shared_blobs(
                 "again, or until their objects are copied there",
                 objects.url,
             )
-        if not is_new and index.is_empty() and (count := index.adopt(objects.iterate())):
-            _log.info("%d blobs in %s were entered into the index", count, objects.url)
+        is_lost = not is_new and index.is_empty()
         blobs = SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, index)
+        if is_lost:
+            blobs.adopt_objects()
         blobs.adopt_folder(data_dir / BLOBS)
     except (ObjectStoreError, GradruleError) as cause:
         raise StoreError(f"--blobs {objects.url} cannot be used: {cause}") from cause

@@ -513,7 +513,20 @@ def test_index_is_filled_again_from_the_object_store(servers: Servers) -> None:
     (servers.path / "objects" / "default" / "notes.txt").write_text("not a blob")
     again = servers.open("grace")
     assert (again.missing(names[:1]), again.for_tenant("math").missing(names[1:])) == ([], [])
+    again.maintain()
     assert (again.held_bytes, again.held_count) == (PAGE, 1)
+
+
+def test_objects_that_a_restored_index_lacks_are_entered(servers: Servers) -> None:
+    ada = servers.open("ada")
+    old, new = put(ada, WEIGHTS), put(ada, b"new")
+    # A restored backup: the table is as before the second upload.
+    servers.execute(f"DELETE FROM stored_blobs WHERE name = '{new}'")
+    again = servers.open("grace")
+    assert again.missing([old, new]) == [new]
+    again.maintain()
+    again.maintain()
+    assert (again.missing([old, new]), again.held_count) == ([], 2)
 
 
 def test_object_store_belongs_to_one_registry(servers: Servers, tmp_path: Path) -> None:
