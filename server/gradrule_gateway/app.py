@@ -63,8 +63,18 @@ def create_app(upstream: Upstream, converters: Converters, limits: Limits, *, in
     console = Path(__file__).parent / "console"
     # The default, not a route: a route for all paths would hide that a path has no such method.
     has_console = (console / "index.html").is_file()
-    others: Any = StaticFiles(directory=console, html=True) if has_console else _no_console
+    others: Any = ConsoleFiles(directory=console, html=True) if has_console else _no_console
     return Guard(Router(routes, redirect_slashes=False, default=others), limits)
+
+
+class ConsoleFiles(StaticFiles):
+    """Serves the console's files. Their names stay after an upgrade, so browsers must ask whether they changed."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """Returns a file, or 304 if the browser has it."""
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "no-cache"
+        return response
 
 
 class Gateway:
@@ -126,10 +136,11 @@ class Gateway:
         share: Share = request.state.share
         async with deadline.enforced():
             given = await self._body(request, metadata, deadline)
-            body, structure = await self._converters.run(graphs.decode_request, given)
+            reading = self._converters.run(graphs.decode_request, given)
+            body, structure = await _unless_disconnected(request, reading)
             run = self._call_json(graphs.COMPILE, body, metadata, deadline, share)
             answer, _ = await _unless_disconnected(request, run)
-            text = await self._converters.run(graphs.draw, answer, structure)
+            text = await _unless_disconnected(request, self._converters.run(graphs.draw, answer, structure))
         return _json(share, text)
 
     async def _body(self, request: Request, metadata: Metadata, deadline: Deadline) -> bytes:
@@ -242,10 +253,10 @@ def _format(request: Request) -> tuple[Any, list[tuple[str, str]]]:
 
 
 def _check_content_type(request: Request) -> None:
-    given = request.headers.get("content-type", "")
-    kind, _, parameters = given.partition(";")
-    charset = parameters.strip().lower().replace('"', "")
-    if kind.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
+    given = ", ".join(request.headers.getlist("content-type"))
+    kind, *parameters = (part.strip().lower().replace('"', "") for part in given.split(";"))
+    charsets = [text for text in parameters if text.startswith("charset=")]
+    if kind != "application/json" or charsets not in ([], ["charset=utf-8"]):
         raise Problem(
             "UNSUPPORTED",
             f"expected Content-Type: application/json, not {given[:80] or 'none'!r}",

@@ -152,7 +152,7 @@ class Connection(H11Protocol):
             answer = problem_response(problem)
             headers = [*answer.raw_headers, *SECURITY_HEADERS, (b"connection", b"close")]
             for event in (
-                h11.Response(status_code=status, headers=headers),
+                h11.Response(status_code=status, headers=headers, reason=problem.body()["title"].encode()),
                 h11.Data(data=bytes(answer.body)),
                 h11.EndOfMessage(),
             ):
@@ -180,7 +180,13 @@ class Connection(H11Protocol):
     def _abort_later(self) -> None:
         """Closes the connection if the client does not read what is left to send, which would stay in memory."""
         self._stop_abort_timer()
-        self._abort_timer = self.loop.call_later(self._all.idle_s, self.transport.abort)
+        self._abort_timer = self.loop.call_later(self._all.idle_s, self._abort)
+
+    def _abort(self) -> None:
+        if self.transport.get_write_buffer_size():
+            host = self.client[0] if self.client else "a client"
+            _log.info("%s did not read its answer for %g s; the connection is closed", host, self._all.idle_s)
+        self.transport.abort()
 
     def _stop_abort_timer(self) -> None:
         if self._abort_timer is not None:

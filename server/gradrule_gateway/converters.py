@@ -77,8 +77,10 @@ class Converters:
         async with self._free:
             worker = self._idle.pop() if self._idle else _Worker()
             self._busy.add(worker)
-            is_usable = False
+            is_usable = True
             try:
+                await worker.started()
+                is_usable = False
                 result = await worker.run(function, *arguments)
                 is_usable = True
                 return result
@@ -86,6 +88,7 @@ class Converters:
                 is_usable = True
                 raise
             except BrokenProcessPool:
+                is_usable = False
                 raise Problem("INTERNAL", "a process that converted the body ended, perhaps without memory") from None
             finally:
                 self._busy.discard(worker)
@@ -101,18 +104,20 @@ class _Worker:
 
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare_process, (os.getpid(),))
-        self._pid = 0
+        self._starting = asyncio.get_running_loop().run_in_executor(self._pool, os.getpid)
+
+    async def started(self) -> None:
+        """Waits for the start, which goes on for the next request if this one is cancelled."""
+        await asyncio.shield(self._starting)
 
     async def run(self, function: Callable[..., _R], *arguments: Any) -> _R:
-        loop = asyncio.get_running_loop()
-        if not self._pid:
-            self._pid = await loop.run_in_executor(self._pool, os.getpid)
-        return await loop.run_in_executor(self._pool, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def kill(self) -> None:
-        for process in multiprocessing.active_children():
-            if process.pid == self._pid:
-                process.kill()
+        if self._starting.done() and not self._starting.cancelled() and self._starting.exception() is None:
+            for process in multiprocessing.active_children():
+                if process.pid == self._starting.result():
+                    process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from gradrule_gateway.problems import Problem, malformed
 from gradrule_gateway.routes import Route
 
+_now = time.monotonic
 DEFAULT_S = 30.0
 """Deadline of a call without the header; the gRPC clients have the same."""
 COMPILE_S = 300.0
@@ -39,7 +40,7 @@ class Deadline:
 
     def remaining_s(self) -> float | None:
         """Returns the time that is left, seconds; 0 if none is left, None without a deadline."""
-        return None if self.end is None else max(0.0, self.end - time.monotonic())
+        return None if self.end is None else max(0.0, self.end - _now())
 
     @contextlib.asynccontextmanager
     async def enforced(self) -> AsyncIterator[None]:
@@ -57,10 +58,10 @@ def deadline_of(headers: Headers, route: Route) -> Deadline:
     if not given:
         # An upload takes as long as its bytes need to arrive.
         seconds = DEFAULT_S + (COMPILE_S if route.may_compile else 0.0)
-        return Deadline(None if route.body == "bytes" else time.monotonic() + seconds)
+        return Deadline(None if route.body == "bytes" else _now() + seconds)
     if len(given) > 1:
         raise malformed("the header occurs more than once", _HEADER)
     found = _NOTATION.fullmatch(given[0])
     if found is None or not int(found[1]):
         raise malformed("expected at most 8 digits and a unit (H, M, S, m, u or n), such as 5S", _HEADER)
-    return Deadline(time.monotonic() + min(int(found[1]) * _UNITS[found[2]], _MAX_S), is_default=False)
+    return Deadline(_now() + min(int(found[1]) * _UNITS[found[2]], _MAX_S), is_default=False)

@@ -85,6 +85,9 @@ def decode_fields(message: Message, texts: Iterable[tuple[str, str]]) -> None:
         value: Any = text
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             value = {"true": True, "false": False}.get(text, text)
+        elif field.enum_type is not None and text.isdecimal():
+            # As in protobuf's mapping, a number may stand for the name, also one that this version does not know.
+            value = tensors.parse_integer(text)
         setattr(message, field.name, reader.scalar(field, value, key))
 
 
@@ -296,8 +299,8 @@ def _null_has_a_meaning(field: FieldDescriptor) -> bool:
 
 def _integer(value: Any, low: int, high: int, path: str) -> int:
     number = value
-    if isinstance(value, str) and value.isascii() and len(value) <= 21 and value.lstrip("-").isdigit():
-        number = int(value) if value.lstrip("-") and value.count("-") <= 1 else value
+    if isinstance(value, str):
+        number = tensors.parse_integer(value)
     elif isinstance(value, float) and value.is_integer():
         number = int(value)
     if type(number) is not int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ KEYS = frozenset({"dtype", "shape", "values", "base64"})
 _EXACT = 2**53
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MAX_RANK = 32
+# Python's `int` accepts spaces, underscores, plus signs and the digits of all scripts too.
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
 
 
 def is_compact(value: Any) -> bool:
@@ -117,6 +120,11 @@ def dtype_number(name: Any) -> int:
     return tensor_codec.dtype_number(name)
 
 
+def parse_integer(text: str) -> int | None:
+    """Returns the integer of at most 20 digits that a text is, as JSON would write it; None for other texts."""
+    return int(text) if _INTEGER.fullmatch(text) else None
+
+
 def _check_keys(value: Mapping[str, Any]) -> None:
     unknown = sorted(set(value) - KEYS)
     if unknown:
@@ -197,10 +205,7 @@ def _numbers(values: list[Any]) -> Array:
         if isinstance(value, str):
             number: float | int | None = _SPECIAL.get(value)
             if number is None:
-                try:
-                    number = int(value) if len(value) <= 20 else None
-                except ValueError:
-                    number = None
+                number = parse_integer(value)
             if number is None:
                 raise ValueError(
                     f'{value[:40]!r} is not a number; as strings, only "NaN", "Infinity", "-Infinity" '
@@ -255,9 +260,15 @@ def _decoded(text: str) -> bytes:
     try:
         # Protobuf's JSON accepts the alphabet for URLs too, with or without padding.
         plain = text.translate(_URL_SAFE)
-        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+        found = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError):
         raise ValueError("the text is not base64") from None
+    groups = len(found) // 3
+    end = base64.b64encode(found[3 * groups :]).decode()
+    if plain[4 * groups :] not in (end, end.rstrip("=")):
+        # Python ignores bits and padding after the last byte. They occur in texts that were cut.
+        raise ValueError("the text is not base64: its end has bits or padding that no byte has")
+    return found
 
 
 _URL_SAFE = {ord("-"): "+", ord("_"): "/"}

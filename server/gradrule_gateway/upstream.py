@@ -19,6 +19,8 @@ from gradrule_gateway.problems import Problem
 Metadata = Sequence[tuple[str, str]]
 _REQUEST_ID = "x-request-id"
 _DETAILS = "grpc-status-details-bin"
+# Time for the answer to an upload after its last byte.
+_ANSWER_S = 60.0
 # A cheap call that needs a credential.
 _FIND_MISSING = "/gradrule.v1.BlobService/FindMissingBlobs"
 OPTIONS: list[tuple[str, Any]] = [
@@ -80,7 +82,13 @@ class Upstream:
             await asyncio.wait({writing, answering}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 writing.result()
-            return await answering
+            # Without a deadline, nothing else would end the wait for a server that hangs.
+            async with asyncio.timeout(_ANSWER_S if timeout_s is None else None):
+                return await answering
+        except TimeoutError:
+            raise Problem(
+                "DEADLINE_EXCEEDED", f"the server has not answered within {_ANSWER_S:g} s after the last byte"
+            ) from None
         finally:
             writing.cancel()
             answering.cancel()

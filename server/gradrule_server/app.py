@@ -41,6 +41,8 @@ _CHECK_EVERY_S = 0.25
 # Interval at which changes of other servers are applied; docs/guide/clusters.md states 2 s.
 _APPLY_CHANGES_EVERY_S = 0.5
 _MAINTAIN_BLOBS_EVERY_S = 10.0
+# An object store that hangs must not delay the end of the server.
+_MAINTAIN_BLOBS_WAIT_S = 2.0
 
 
 async def serve(settings: Settings) -> None:
@@ -83,7 +85,7 @@ async def serve(settings: Settings) -> None:
         grpc_server = GrpcServer(assembly.connection_settings(settings), watch)
         blobs = assembly.create_blob_store(settings, store)
         if blobs.is_shared:
-            stops.enter_context(PeriodicChecks(_MAINTAIN_BLOBS_EVERY_S, blobs.maintain))
+            stops.enter_context(PeriodicChecks(_MAINTAIN_BLOBS_EVERY_S, blobs.maintain, wait_s=_MAINTAIN_BLOBS_WAIT_S))
         pool = assembly.create_engine_pool(settings, blobs, grpc_server.set_ready)
         loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.graph_limits(settings, loaded)
@@ -103,7 +105,7 @@ async def serve(settings: Settings) -> None:
         )
         warm_up = assembly.create_warm_up(settings, pool, tenants)
         await operations.start(
-            assembly.create_sources(settings, loaded, tenants, admission),
+            assembly.create_sources(settings, loaded, tenants, admission, store),
             # The HTTP gateway starts after the first engine.
             is_ready=lambda: grpc_server.is_ready and started.is_set(),
         )

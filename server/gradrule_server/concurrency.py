@@ -22,10 +22,17 @@ T = TypeVar("T")
 
 
 class PeriodicChecks:
-    """Context manager that calls `checks` in turn every `every_s` seconds on a daemon thread."""
+    """Context manager that calls `checks` in turn every `every_s` seconds on a daemon thread.
 
-    def __init__(self, every_s: float, *checks: Callable[[], object]) -> None:
+    Args:
+        every_s: Seconds between two calls.
+        checks: What is called.
+        wait_s: How long the end of the context waits for a check that runs, seconds; None: until it returns.
+    """
+
+    def __init__(self, every_s: float, *checks: Callable[[], object], wait_s: float | None = None) -> None:
         self._every_s = every_s
+        self._wait_s = wait_s
         self._checks = checks
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="periodic-checks", daemon=True)
@@ -36,7 +43,7 @@ class PeriodicChecks:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(self._wait_s)
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):

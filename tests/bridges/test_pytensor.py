@@ -132,3 +132,10 @@ def test_complex_programs_are_refused(client: Any) -> None:
 def test_programs_that_draw_random_numbers_are_refused(dropout: Any) -> None:
     with pytest.raises(UnsupportedError, match="draws random numbers"):
         gradrule.pytensor.remote(dropout)
+
+
+def test_types_that_pytensor_lacks_are_refused(client: Any) -> None:
+    g = gr.Graph()
+    g.op("Square", g.placeholder("x", "bfloat16", [2]), name="y")
+    with pytest.raises(UnsupportedError, match="bfloat16, which PyTensor does not have"):
+        gradrule.pytensor.remote(client.compile(g, fetches=["y"], ys=["y"], xs=["x"]))

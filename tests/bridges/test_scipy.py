@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import optimize
+from scipy import optimize, sparse
 
 import gradrule as gr
 import gradrule.scipy
-from gradrule.errors import FeedShapeError, InvalidDerivativeError, UnknownFeedError
+from gradrule.errors import FeedDtypeError, FeedShapeError, InvalidDerivativeError, UnknownFeedError
 from tests.bridges import examples
 
 START = np.array([-1.2, 1.0, 0.5, 2.0])
@@ -111,3 +111,24 @@ def test_wrong_arguments_are_refused(rosenbrock: Any, smooth: Any, client: Any) 
         objective.pack(x=np.zeros(3))
     with pytest.raises(UnknownFeedError, match="give values for x"):
         objective.pack(w=examples.W)
+
+
+def test_inputs_and_vectors_that_would_be_rounded_are_refused(client: Any, rosenbrock: Any) -> None:
+    """An optimizer would see steps; complex steps would lose their imaginary parts."""
+    g = gr.Graph()
+    counts, x = g.placeholder("counts", "int32", [3]), g.placeholder("x", "float64", [3])
+    g.op("Square", x, name="r")
+    g.reduce_sum(g.op_output("Square", x) * g.op_output("Cast", counts, DstT="float64"), axis=[0], name="y")
+    program = client.compile(g, fetches=["y"], ys=["y"], xs=["counts", "x"])
+    with pytest.raises(InvalidDerivativeError, match="'counts' is int32"):
+        gradrule.scipy.value_and_grad(program, "counts", {"x": np.ones(3)})
+    with pytest.raises(InvalidDerivativeError, match="x is empty"):
+        gradrule.scipy.value_and_grad(program, [], {"x": np.ones(3), "counts": [1, 2, 3]})
+    r = gradrule.scipy.residuals(client.compile(g, fetches=["r"], ys=["r"], xs=["x"]), "x")
+    with pytest.raises(FeedDtypeError, match=r"jac=residuals\.jac"):
+        optimize.least_squares(r, np.ones(3), jac="cs")
+    for wrong in (sparse.csr_matrix(np.ones((1, 4))), "abc", [None]):
+        with pytest.raises(FeedDtypeError, match="no array of real numbers"):
+            rosenbrock.pack(x=wrong)
+        with pytest.raises(FeedDtypeError, match="no array of real numbers"):
+            rosenbrock(wrong)

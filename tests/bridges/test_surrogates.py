@@ -197,6 +197,8 @@ def test_wrong_rules_and_params_are_refused(make: Any) -> None:
         make("fast_sigmoid", steepness=1.0)
     with pytest.raises(InvalidParamError, match="outside its range"):
         make("fast_sigmoid", slope=-1.0)
+    with pytest.raises(InvalidParamError, match="a number or an array of numbers"):
+        make("fast_sigmoid", slope="steep")
     with pytest.raises(InvalidParamError, match="outside its range"):
         make("fast_sigmoid", slope=torch.tensor(-5.0))
     with pytest.raises(MissingParamError, match="needs the param 'k'"):
@@ -205,3 +207,38 @@ def test_wrong_rules_and_params_are_refused(make: Any) -> None:
         make("dy * (x")
     with pytest.raises(InvalidOverrideError, match="heaviside, sign, round"):
         make("atan", "step")
+
+
+def test_outputs_of_surrogates_may_be_changed_in_place() -> None:
+    for rule in ("atan", gr.Rule("dy * (y + 1)")):
+        x = torch.tensor(X, requires_grad=True)
+        spike = gradrule.torch.surrogate(rule)
+        (wanted,) = torch.autograd.grad((2 * spike(x)).sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(spike(x).mul_(2).sum(), x)[0], wanted)
+
+
+def test_params_get_no_gradient_in_second_derivatives_either() -> None:
+    slope = torch.tensor(3.0, requires_grad=True)
+    x = torch.tensor(X, requires_grad=True)
+    spike = gradrule.torch.surrogate("fast_sigmoid", slope=slope)
+    (first,) = torch.autograd.grad(spike(x).sum(), x, create_graph=True)
+    assert torch.autograd.grad(first.sum(), slope, allow_unused=True) == (None,)
+
+
+@pytest.mark.parametrize(
+    "forward", [lambda x: x.sum(), lambda x: x > 0, lambda x: x[:2]], ids=["shape", "dtype", "part"]
+)
+def test_forward_functions_that_return_something_else_are_refused(forward: Any) -> None:
+    for surrogate, given in ((gradrule.torch.surrogate, torch.tensor(X)), (gradrule.jax.surrogate, jnp.asarray(X))):
+        with pytest.raises(InvalidTensorError, match=r"like x, (torch\.)?float32 of shape"):
+            surrogate("ste", forward)(given)
+
+
+def test_forward_functions_with_weights_are_those_of_the_run() -> None:
+    """PyTorch refuses the backward pass if a module's weights have changed since."""
+    layer, x = torch.nn.PReLU(), torch.tensor(X, requires_grad=True)
+    y = gradrule.torch.surrogate("2 * default", layer)(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
+import gradrule as gr
+import gradrule.scipy
 import gradrule.torch
 from gradrule.errors import (
     FeedDtypeError,
     FeedShapeError,
+    GradruleWarning,
     InvalidDerivativeError,
     MissingFeedError,
     UnknownFeedError,
@@ -320,3 +324,79 @@ def test_modules_train_in_parallel_processes(smooth: Any, tmp_path: Path) -> Non
 def test_third_derivatives_say_that_there_are_none(remote: Any) -> None:
     with pytest.raises(UnsupportedError, match="not third ones"):
         grad(lambda a: grad(lambda b: grad(lambda c: remote(X, c)[1])(b).sum())(a).sum())(W)
+
+
+def test_values_that_are_no_tensors_may_change_after_the_call(smooth: Any) -> None:
+    """They are read again by second derivatives."""
+    w = W.clone().requires_grad_()
+
+    def hessian(x: Any, change: Any) -> Any:
+        (first,) = torch.autograd.grad(gradrule.torch.remote(smooth)(x=x, w=w)["z"], w, create_graph=True)
+        change()
+        return torch.autograd.grad(first.sum(), w)[0]
+
+    wanted = hessian(X, lambda: None)
+    array, rows = X.numpy().copy(), X.tolist()
+    assert_equal(hessian(array, lambda: array.fill(0)), wanted)
+    assert_equal(hessian(rows, rows.reverse), wanted)
+
+
+def test_tensors_with_gradients_in_lists_are_refused(smooth: Any) -> None:
+    rows = [row.clone().requires_grad_() for row in X]
+    function = gradrule.torch.remote(smooth)
+    with pytest.raises(InvalidDerivativeError, match=r"torch\.stack"):
+        function(x=rows, w=W)
+    with torch.no_grad():
+        assert_equal(function(x=rows, w=W)["z"], local(X, W)[1])
+
+
+def test_derivatives_that_pytorch_batches_itself_are_refused(remote: Any) -> None:
+    w = W.clone().requires_grad_()
+    y, _ = remote(X, w)
+    with pytest.raises(UnsupportedError, match=r"torch\.func\.vmap"):
+        torch.autograd.grad(y, w, torch.ones(2, *y.shape, dtype=y.dtype), is_grads_batched=True)
+    with pytest.raises(UnsupportedError, match=r"torch\.func\.jacrev"):
+        torch.autograd.functional.jacobian(lambda w: remote(X, w)[0], W, vectorize=True)
+
+
+def test_hessian_vector_products_of_pytorch_name_the_function_to_use(remote: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"functional\.vhp"):
+        torch.autograd.functional.hvp(lambda w: remote(X, w)[1], W, W)
+    _, found = torch.autograd.functional.vhp(lambda w: remote(X, w)[1], W, W)
+    assert_equal(found, torch.autograd.functional.vhp(lambda w: local(X, w)[1], W, W)[1])
+
+
+def test_inputs_of_a_module_that_are_given_twice_are_refused(smooth: Any) -> None:
+    module = gradrule.torch.remote_module(smooth, w=W)
+    for arguments, named in (((X,), {"x": X}), ((X,), {"w": W})):
+        with pytest.raises(UnknownFeedError, match="given twice"):
+            module(*arguments, **named)
+
+
+def test_tensors_without_data_are_refused(smooth: Any) -> None:
+    function = gradrule.torch.remote(smooth)
+    with pytest.raises(UnsupportedError, match="to_dense"):
+        function(x=X.to_sparse(), w=W)
+    with pytest.raises(UnsupportedError, match="'meta'"):
+        function(x=X.to("meta"), w=W)
+
+
+def test_notes_are_warned_of_once(client: Any) -> None:
+    """U1: the gradient of the sum of a softmax is 0."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float64", [1, 4])
+    g.reduce_sum(g.op_output("Softmax", x), axis=[0, 1], name="y")
+    g.op("Softmax", x, name="p")
+    program = client.compile(g, fetches=["y"], ys=["y"], xs=["x"])
+    function, given = gradrule.torch.remote(program), torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
+    with pytest.warns(GradruleWarning, match="[Ss]oftmax"):
+        function(x=given).backward()
+    with pytest.warns(GradruleWarning, match="[Ss]oftmax"):
+        gradrule.scipy.value_and_grad(program)(np.ones(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function(x=given).backward()
+        # Other upstream gradients than ones are not those of the sum.
+        several = client.compile(g, fetches=["p"], ys=["p"], xs=["x"])
+        y = gradrule.torch.remote(several)(x=given)
+        (y * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()

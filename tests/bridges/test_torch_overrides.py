@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import pickle
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -230,3 +233,175 @@ def test_wrong_overrides_are_refused(dense: Any) -> None:
     attention = nn.MultiheadAttention(6, 2)
     with pytest.raises(UnsupportedError, match="other arguments"), override(attention, {attention: "lrp_pass"}):
         attention(torch.zeros(1, 6), torch.zeros(1, 6), torch.zeros(1, 6))
+
+
+def test_rules_use_the_weights_of_the_run() -> None:
+    """PyTorch refuses a backward pass after weights that a rule needs have changed."""
+    torch.manual_seed(0)
+    for rule in ("lrp_epsilon", "lrp_wsquare", "default * 2"):
+        layer, x = nn.Linear(5, 5), torch.rand(2, 5, requires_grad=True)
+        with override(layer, {nn.Linear: rule}):
+            y = layer(x)
+            with torch.no_grad():
+                layer.weight.mul_(-2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+def test_rules_use_weights_that_were_replaced_since() -> None:
+    layer = nn.Linear(4, 4, bias=False).double()
+    x = torch.tensor(X[:, :4], requires_grad=True)
+    for rule in ("lrp_0", gr.Rule("2 * default")):
+        with override(layer, {nn.Linear: rule}):
+            (wanted,) = torch.autograd.grad(layer(x).sum(), x)
+            y, own = layer(x).sum(), layer.weight
+            layer.weight = nn.Parameter(torch.zeros_like(own))
+            (found,) = torch.autograd.grad(y, x)
+            layer.weight = own
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(6)], ids=lambda layer: type(layer).__name__)
+def test_default_keeps_the_mode_of_the_run(layer: nn.Module) -> None:
+    """The gradient is that of training, though the model is in evaluation mode by then."""
+    layer = layer.double()
+
+    def own() -> Any:
+        torch.manual_seed(3)
+        x = torch.tensor(X, requires_grad=True)
+        y = layer.train()(x)
+        layer.eval()
+        return torch.autograd.grad((y**3).sum(), x)
+
+    wanted = own()
+    with override(layer, {layer: gr.Rule("default")}):
+        torch.testing.assert_close(own(), wanted)
+
+
+class BinaryLinear(nn.Linear):  # type: ignore[misc]
+    """A linear layer that computes with the signs of its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, torch.sign(self.weight))
+
+
+def test_relevance_of_layers_that_compute_with_other_weights_is_refused() -> None:
+    with (
+        pytest.raises(RuleNotApplicableError, match="BinaryLinear has a forward of its own"),
+        override(nn.Sequential(BinaryLinear(5, 5)), {nn.Linear: "lrp_0"}),
+    ):
+        pass
+
+
+def test_relevance_of_normalized_weights_is_that_of_the_weights_of_the_run() -> None:
+    """Of `weight_norm`, old and new, the layer has the product as its weight."""
+    x = torch.tensor(X, requires_grad=True)
+    for norm in (nn.utils.parametrizations.weight_norm, nn.utils.weight_norm):
+        with pytest.warns(FutureWarning) if norm is nn.utils.weight_norm else contextlib.nullcontext():
+            layer = norm(nn.Linear(6, 3, bias=False).double())
+        with override(layer, {nn.Linear: "lrp_0"}):
+            y = layer(x)
+            (found,) = torch.autograd.grad(y, x, y.detach())
+        torch.testing.assert_close(found.sum(), y.sum())
+
+
+def test_models_cannot_be_copied_within_the_block() -> None:
+    model = nn.Sequential(nn.ReLU())
+    with override(model, {nn.ReLU: "guided_relu"}):
+        model(torch.ones(1))
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UnsupportedError, match="cannot be copied or pickled within a block"):
+                copied(model)
+    assert pickle.loads(pickle.dumps(model))(torch.ones(1)) == 1
+
+
+def test_random_rules_draw_the_numbers_of_the_server(client: Any) -> None:
+    """Each layer draws its own: those of the node with its name."""
+    rule = gr.Rule("dy * uniform(dy, 3)")
+    model = nn.Sequential(OrderedDict(a=nn.Sequential(OrderedDict(relu=nn.ReLU())), b=nn.ReLU()))
+    x = np.ones(6)
+    g = gr.Graph()
+    h = g.op("Relu", g.placeholder("x", "float64", [6]), name="a/relu")
+    g.op("Relu", h, name="b")
+    drawn = []
+    for layer, node in (("a.relu", "a/relu"), ("b", "b")):
+        overrides = [gr.Override(rule, node=node)]
+        drawn.append(client.evaluate(g, {"x": x}, ys=["b"], xs=["x"], overrides=overrides).gradients["x"])
+        np.testing.assert_allclose(gradient(model, x, {layer: rule}), drawn[-1])
+    assert not np.allclose(*drawn)
+
+
+class Functional(nn.Module):  # type: ignore[misc]
+    """A model with a declared layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(x)
+
+
+def test_layers_that_do_not_run_are_reported() -> None:
+    with pytest.raises(InactiveOverrideError, match="no layer of the override ReLU ran"):
+        gradient(Functional(), X, {nn.ReLU: "guided_relu"})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_layers_that_pytorch_does_not_call_are_refused() -> None:
+    attention = nn.Sequential(nn.MultiheadAttention(8, 2))
+    with pytest.raises(RuleNotApplicableError, match=r"'0.out_proj': 'default'"):
+        override(attention, {nn.Linear: "lrp_0"}).__enter__()
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(5, 5), nn.ReLU()))
+    with pytest.raises(UnsupportedError, match=r"compiled by torch\.jit"):
+        override(scripted, {"1": "guided_relu"}).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("rule", "layer"),
+    [("guided_relu", nn.Linear(4, 1)), ("dy * x", nn.Linear(4, 1)), ("dy * y", nn.Linear(4, 3))],
+    ids=str,
+)
+def test_elementwise_rules_of_layers_that_change_the_shape_are_refused(rule: str, layer: nn.Module) -> None:
+    with (
+        pytest.raises(RuleNotApplicableError, match=r"Linear, which gave \(2, .\) for"),
+        override(layer, {layer: rule}),
+    ):
+        layer(torch.ones(2, 4, requires_grad=True))
+
+
+def test_outputs_may_be_changed_in_place_after_the_layer() -> None:
+    """As PyTorch's own layers: an activation in place, and the sum of a residual block."""
+    torch.manual_seed(4)
+    conv, x = nn.Conv2d(2, 2, 3, padding=1).double(), torch.tensor(RNG.normal(size=(1, 2, 5, 5)), requires_grad=True)
+    for rule in ("lrp_zplus", "lrp_epsilon"):
+        with override(conv, {nn.Conv2d: rule}):
+            (wanted,) = torch.autograd.grad(nn.functional.relu(conv(x) + x).sum(), x)
+            y = conv(x)
+            y += x
+            (found,) = torch.autograd.grad(nn.functional.relu(y, inplace=True).sum(), x)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_block_can_be_used_again_and_names_of_shared_layers_are_known() -> None:
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Identity(), relu, nn.Tanh(), relu)
+    block = override(model, {"3": gr.Rule("3 * dy")})
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        with block:
+            (found,) = torch.autograd.grad(model(x).sum(), x)
+        torch.testing.assert_close(found, 9 * (1 - torch.tanh(x.detach()) ** 2))
+    with pytest.raises(UnmatchedOverrideError, match=r"by the class, as nn\.ReLU"):
+        override(model, {"ReLU": "guided_relu"}).__enter__()
+
+
+# PyTorch's forward mode uses it itself.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_forward_mode_is_refused() -> None:
+    model, x = nn.ReLU(), torch.ones(3)
+    with (
+        override(model, {nn.ReLU: "guided_relu"}),
+        pytest.raises(UnsupportedError, match="for reverse mode"),
+    ):
+        torch.func.jvp(model, (x,), (x,))

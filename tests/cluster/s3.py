@@ -32,11 +32,13 @@ class FaultyProxy:
     Attributes:
         port: The port that it listens on.
         delay_s: Time for which each piece of data from a client is held up.
+        held: Number of pieces of data that are held up by `frozen`.
     """
 
     def __init__(self, target: int) -> None:
         self._target = target
         self.delay_s = 0.0
+        self.held = 0
         self.port = 0
         self._passing = threading.Event()
         self._passing.set()
@@ -92,7 +94,10 @@ class FaultyProxy:
                     data = source.recv(1 << 16)
                     if not data:
                         return
-                    self._passing.wait()
+                    if not self._passing.is_set():
+                        self.held += 1
+                        self._passing.wait()
+                        self.held -= 1
                     if source is client:
                         time.sleep(self.delay_s)
                         server.sendall(data)

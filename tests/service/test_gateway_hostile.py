@@ -17,7 +17,7 @@ from gradrule.errors import BY_REASON
 from gradrule_gateway.problems import HTTP_STATUS, Problem
 from tests.service.certificates import Authority
 from tests.service.gateways import RunningGateway, read, running_gateway
-from tests.service.guarded import Guarded
+from tests.service.guarded import Guarded, token_command
 from tests.service.servers import RunningServer
 from tests.service.test_gateway import SIGN
 from tests.waiting import wait_until
@@ -101,6 +101,8 @@ def test_bad_bodies(gateway: RunningGateway, body: bytes, said: str) -> None:
         ("PATCH", "/v1/rules", {}, 405, "UNSUPPORTED"),
         ("POST", "/v1/evaluate", {"Content-Type": "text/plain"}, 415, "UNSUPPORTED"),
         ("POST", "/v1/evaluate", {"Content-Type": "application/json; charset=latin-1"}, 415, "UNSUPPORTED"),
+        ("POST", "/v1/evaluate", {"Content-Type": 'application/json; a=b; charset="UTF-8"'}, 400, "MALFORMED_REQUEST"),
+        ("POST", "/v1/evaluate", JSON | {"Content-Encoding": "gzip"}, 415, "UNSUPPORTED"),
         ("GET", "/v1/rules", {"Host": "attacker.example.com"}, 403, "PERMISSION_DENIED"),
         ("GET", "/v1/rules", {"Host": "localhost.example.com:8480"}, 403, "PERMISSION_DENIED"),
         ("GET", "/v1/rules", {"Host": "gradrule.example.org"}, 200, ""),
@@ -109,6 +111,8 @@ def test_bad_bodies(gateway: RunningGateway, body: bytes, said: str) -> None:
         ("GET", "/v1/rules?color=1", {}, 400, "MALFORMED_REQUEST"),
         ("GET", "/v1/rules?format=xml", {}, 400, "MALFORMED_REQUEST"),
         ("GET", "/v1/rules", {"Grpc-Timeout": "soon"}, 400, "MALFORMED_REQUEST"),
+        ("GET", "/v1/rules", {"Grpc-Timeout": "99999999H"}, 200, ""),
+        ("GET", "/v1/rules?kind=77", {}, 200, ""),
         ("GET", "/v1/rules", {"Grpc-Timeout": "1n"}, 504, "DEADLINE_EXCEEDED"),
         ("GET", "/v1/rules", {"Authorization": "Bearer \xe9"}, 400, "MALFORMED_REQUEST"),
         ("GET", "/v1/programs/none", {}, 404, "PROGRAM_NOT_FOUND"),
@@ -193,6 +197,33 @@ def slow_graph() -> str:
         return tf.identity(found, name="y")
 
     return base64.b64encode(count.get_concrete_function().graph.as_graph_def().SerializeToString()).decode()
+
+
+def test_refusals_of_large_bodies_reach_the_client(gateway: RunningGateway, guarded: Guarded) -> None:
+    """Python's client sends the whole body before it reads the answer."""
+    body = bytes(30 << 20)
+    assert gateway.send("POST", "/v1/evaluate", body, JSON).status == 413
+    with running_gateway(guarded.running.target, "--tls-ca", str(guarded.authority.file)) as asking:
+        assert asking.send("PUT", f"/v1/blobs/{'0' * 64}", body).status == 401
+        # Not valid JSON, which nobody without a credential learns.
+        assert asking.send("POST", "/v1/evaluate", body, JSON).status == 401
+
+
+def test_revoked_tokens_are_refused(guarded: Guarded) -> None:
+    program = {"spec": SIGN, "programId": "revoked"}
+    call = {"program": "programs/revoked", "feeds": {"x": [1]}}
+    token = guarded.new_token("gateway-brief")
+    with running_gateway(guarded.running.target, "--tls-ca", str(guarded.authority.file)) as gateway:
+
+        def status(method: str, path: str, body: Any = None) -> int:
+            return gateway.send(method, path, body, {"Authorization": f"Bearer {token}"}).status
+
+        wait_until(lambda: status("POST", "/v1/programs", program) == 200 or None, "the new token")
+        # Now the gateway keeps the program's types for this token.
+        assert status("POST", "/v1/evaluate", call) == 200
+        token_command("revoke", "gateway-brief", "--file", str(guarded.tokens))
+        wait_until(lambda: status("GET", "/v1/rules") == 401 or None, "the token's end")
+        assert status("POST", "/v1/evaluate", call) == 401
 
 
 def test_credentials_are_passed_on_and_never_logged(guarded: Guarded, tmp_path: Any) -> None:

@@ -28,8 +28,6 @@ FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 MANIFESTS = [path for path in FILES if path.is_relative_to(DEPLOY / "kubernetes") and path.suffix == ".yaml"]
 
 OF_CLIENTS = {"GRADRULE_TLS_CA", "GRADRULE_TOKEN"}
-PENDING = {"GRADRULE_REGISTRY"}
-"""The setting of the shared registry, which follows."""
 OF_COMMANDS = {
     # docker, kubectl
     "--build", "--build-arg", "--from-file", "--gpus", "--interval", "--secret", "--start-period", "--timeout",
@@ -50,7 +48,7 @@ def test_every_example_is_checked() -> None:
     own = {path.name for path in DEPLOY.iterdir() if path.is_file()}
     composed = {name for names in COMPOSITIONS.values() for name in names}
     assert own == composed | {"Dockerfile", "Dockerfile.gpu", "README.md"}
-    assert {path.name for path in DEPLOY.iterdir() if path.is_dir()} == {"grafana", "kubernetes"}
+    assert {path.name for path in DEPLOY.iterdir() if path.is_dir()} == {"grafana", "kubernetes", "ray"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(DEPLOY)))
@@ -58,7 +56,7 @@ def test_named_settings_exist(file: Path) -> None:
     text = file.read_text()
     variables = set(re.findall(r"\bGRADRULE_[A-Z_]+\b", text))
     known = {environment_name(name) for name in (*SOURCE_NAMES, *Settings.model_fields)}
-    assert variables <= known | OF_CLIENTS | PENDING
+    assert variables <= known | OF_CLIENTS
     if file.suffix != ".md":
         return
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]\b", text))
@@ -72,6 +70,36 @@ def test_no_component_weakens_the_base() -> None:
     for file in MANIFESTS:
         words = dangerous if file.parent.name == "base" else (*dangerous, *of_the_base)
         assert not [word for word in words if word in file.read_text()], file
+
+
+def test_the_guide_creates_the_secrets_of_the_overlay() -> None:
+    code = (GUIDE.parent / "clusters.md").read_text().replace("\\\n", " ")
+    created = {
+        line.split(" create secret ")[1].split()[1]: set(re.findall(r"--from-(?:literal|file)=([\w-]+)", line))
+        for line in code.splitlines()
+        if " create secret " in line
+    }
+    created["gradrule-tls"] = {"tls.crt", "tls.key"}
+    components = DEPLOY / "kubernetes/components"
+    needed: dict[str, set[str]] = {}
+    known: dict[str, set[str]] = {}
+    (server,) = yaml.safe_load((components / "ha/deployment.yaml").read_text())["spec"]["template"]["spec"][
+        "containers"
+    ]
+    for variable in server["env"]:
+        if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
+            known.setdefault(reference["name"], set()).add(reference["key"])
+            if not reference.get("optional"):
+                needed.setdefault(reference["name"], set()).add(reference["key"])
+    for volume in yaml.safe_load((components / "tls/deployment.yaml").read_text())["spec"]["template"]["spec"][
+        "volumes"
+    ]:
+        # `test_settings_are_accepted_and_match_the_pod` checks the paths.
+        needed[volume["secret"]["secretName"]] = set()
+    assert needed.keys() == created.keys()
+    for name, keys in needed.items():
+        assert keys <= created[name]
+        assert created[name] <= known.get(name, created[name])
 
 
 @pytest.mark.parametrize("name", ["grafana/gradrule.json", *(f"kubernetes/components/{name}" for name in QUERIES)])
@@ -128,8 +156,7 @@ def test_files_are_merged_like_compose_does() -> None:
 def settings(composed: dict[str, Any]) -> Settings:
     """Loads the settings as the server of the image does."""
     command = json.loads((DEPLOY / "Dockerfile").read_text().splitlines()[-1].removeprefix("CMD "))
-    variables = composed["services"]["gradrule"]["environment"]
-    return Settings.load(command[1:], {name: value for name, value in variables.items() if name not in PENDING})
+    return Settings.load(command[1:], composed["services"]["gradrule"]["environment"])
 
 
 def test_compositions_are_complete(composition: tuple[str, dict[str, Any]]) -> None:

@@ -1,10 +1,13 @@
 import type { ComponentType } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
+import { ApiError } from "./api/client";
+import { useBearerToken } from "./api/token";
 import { ProgramsPage } from "./programs/page";
 import { href, useRoute, type Route } from "./router";
 import { RulesPage } from "./rules/page";
 import { ServerPage } from "./server/page";
 import { useTheme, type Theme } from "./theme";
+import { ErrorBoundary } from "./ui/error-boundary";
 import { SignIn } from "./ui/sign-in";
 import { ErrorBox, Loading } from "./ui/states";
 
@@ -26,6 +29,7 @@ const PAGES: { name: string; title: string; page: Page }[] = [
 /** The console: header, navigation and the page of the route. */
 export function App() {
   const route = useRoute();
+  const token = useBearerToken();
   const main = useRef<HTMLElement>(null);
   const name = route.path[0] ?? "rules";
   // The playground is a page of the rules, next to them because a rule may have any name.
@@ -65,7 +69,10 @@ export function App() {
       </header>
       <main ref={main} tabIndex={-1} class="main">
         {current ? (
-          <current.page route={route} />
+          // A page ends with the token: what it holds is an answer to this token.
+          <ErrorBoundary key={token} place={`${place}?${route.query}`}>
+            <current.page route={route} />
+          </ErrorBoundary>
         ) : (
           <>
             <h1>Not found</h1>
@@ -98,16 +105,21 @@ function ThemeChoice() {
 /** Returns a page that loads its code when it is first shown. */
 function lazyPage(load: () => Promise<Page>): Page {
   return function LazyPage(props) {
-    const [state, setState] = useState<{ page?: Page; error?: unknown }>({});
-    const start = () => {
-      setState({});
+    const [state, setState] = useState<{ page?: Page; failed?: boolean }>({});
+    useEffect(() => {
       load().then(
         (page) => setState({ page }),
-        (error: unknown) => setState({ error }),
+        () => setState({ failed: true }),
       );
-    };
-    useEffect(start, []);
-    if (state.error) return <ErrorBox error={state.error} retry={start} />;
+    }, []);
+    // Browsers remember that a script did not arrive, and Vite that it asked for a style: only a new document loads them again.
+    if (state.failed) return <ErrorBox error={NO_CODE} retry={() => location.reload()} />;
     return state.page ? <state.page {...props} /> : <Loading what="the page" />;
   };
 }
+
+const NO_CODE = new ApiError({
+  title: "The page did not arrive",
+  status: 0,
+  detail: "Check that `gradrule gateway` is running and that the network reaches it.",
+});

@@ -1,4 +1,4 @@
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 
 /** Place in the console, from the part of the address after `#`: `#/rules/ste?x=1` is `["rules", "ste"]` with the query `x=1`. */
 export interface Route {
@@ -17,26 +17,72 @@ export function href(...path: string[]): string {
   return "#/" + path.map(encodeURIComponent).join("/");
 }
 
-/** Goes to a place. With `replace`, the browser's back button skips the current one. */
+/**
+ * Goes to a place. With `replace`, the browser's back button skips the current one.
+ *
+ * A replacement shows at once; the address follows when it may, because browsers limit how often a page changes its address.
+ */
 export function go(link: string, { replace = false } = {}): void {
   if (replace) {
-    history.replaceState(null, "", link);
-    window.dispatchEvent(new HashChangeEvent("hashchange"));
+    show(link);
+    timer ??= setTimeout(writeAddress, Math.max(0, writtenAt + INTERVAL_MS - performance.now()));
   } else {
+    writeAddress();
     location.hash = link;
   }
 }
 
 /** Returns the current route, and renders again when it changes. */
 export function useRoute(): Route {
-  const [hash, setHash] = useState(location.hash);
+  const [hash, setHash] = useState(current);
   useEffect(() => {
-    const update = () => setHash(location.hash);
-    window.addEventListener("hashchange", update);
-    return () => window.removeEventListener("hashchange", update);
+    const update = () => setHash(current);
+    update();
+    listeners.add(update);
+    return () => void listeners.delete(update);
   }, []);
-  return parseRoute(hash);
+  return useMemo(() => parseRoute(hash), [hash]);
 }
+
+// Safari refuses the 101st change of the address within 30 seconds.
+const INTERVAL_MS = 350;
+
+/** The place that the page shows. */
+let current = location.hash;
+/** The address when the page last read or wrote it. */
+let address = location.hash;
+let writtenAt = -INTERVAL_MS;
+let timer: ReturnType<typeof setTimeout> | undefined;
+const listeners = new Set<() => void>();
+
+function show(hash: string): void {
+  current = hash;
+  for (const listener of listeners) listener();
+}
+
+/** Writes a replaced place to the address, unless the browser went elsewhere since. */
+function writeAddress(): void {
+  clearTimeout(timer);
+  timer = undefined;
+  if (current === address || location.hash !== address) return;
+  writtenAt = performance.now();
+  try {
+    history.replaceState(null, "", current);
+    address = location.hash;
+  } catch {
+    // The browser's limit: try again later.
+    timer = setTimeout(writeAddress, 10 * INTERVAL_MS);
+  }
+}
+
+// A click may lead away: "back" then returns to this address.
+window.addEventListener("click", writeAddress, { capture: true });
+window.addEventListener("hashchange", () => {
+  clearTimeout(timer);
+  timer = undefined;
+  address = location.hash;
+  show(address);
+});
 
 function decode(part: string): string {
   try {

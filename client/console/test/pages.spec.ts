@@ -38,6 +38,59 @@ test("the policy allows no inline code, and no other origin", async ({ page }) =
   expect(ran).toBe(false);
 });
 
+test("browsers ask whether a file changed, and do not load it again if it did not", async ({ page }) => {
+  for (const path of ["/", "/assets/index.js"]) {
+    const headers = (await page.request.get(path)).headers();
+    expect(headers["cache-control"]).toBe("no-cache");
+    const again = await page.request.get(path, { headers: { "If-None-Match": headers["etag"]! } });
+    expect(again.status()).toBe(304);
+    expect(again.headers()["cache-control"]).toBe("no-cache");
+  }
+});
+
+test("signing out hides the answers to the token", async ({ page, open }) => {
+  await open("#/server");
+  await expect(page.getByRole("region", { name: "Table of tenants" })).toContainText("ada");
+  await page.getByRole("button", { name: "Sign out" }).click();
+  await expect(page.getByRole("alert")).toContainText("This server asks for a token");
+  await expect(page.getByRole("main")).not.toContainText("ada");
+  await expect(page.getByRole("region", { name: "Table of engines" })).toHaveCount(0);
+});
+
+test("an exception of a page leaves the navigation, and the next page works", async ({ page, open }) => {
+  await page.route("**/v1/rules/atan", (route) => route.fulfill({ json: {} }));
+  await open("#/rules/atan");
+  await expect(page.getByRole("alert")).toContainText("Error in the console");
+  await page.getByRole("link", { name: "Programs" }).click();
+  await expect(page.getByRole("link", { name: "binary-net" })).toBeVisible();
+});
+
+test("a page whose style did not arrive is loaded again", async ({ page, open }) => {
+  await page.route("**/assets/page.css", (route) => route.abort());
+  await open("#/rules");
+  await settled(page);
+  await page.getByRole("link", { name: "Graphs" }).click();
+  await expect(page.getByRole("alert")).toContainText("The page did not arrive");
+  await page.unroute("**/assets/page.css");
+  await page.getByRole("button", { name: "Try again" }).click();
+  await expect(page.locator(".graph-examples")).toHaveCSS("display", "grid");
+});
+
+test("the header does not hide what gets the focus", async ({ page, open }) => {
+  // A zoom of 200 % on a small laptop.
+  await page.setViewportSize({ width: 640, height: 450 });
+  await open("#/rules/atan");
+  await settled(page);
+  const breadcrumb = page.getByRole("navigation", { name: "Breadcrumb" }).getByRole("link");
+  await page.evaluate(() => window.scrollTo(0, document.body.scrollHeight));
+  await page.locator("main summary").first().focus();
+  await page.evaluate(() => window.scrollTo(0, document.querySelector("main summary")!.getBoundingClientRect().top));
+  await page.keyboard.press("Shift+Tab");
+  await expect(breadcrumb).toBeFocused();
+  const [header, link] = [await page.getByRole("banner").boundingBox(), await breadcrumb.boundingBox()];
+  expect(link!.y).toBeGreaterThanOrEqual(header!.y + header!.height);
+});
+
 test.describe("without a token", () => {
   test.use({ token: "" });
 
@@ -57,14 +110,27 @@ test.describe("without a token", () => {
     expect(await page.evaluate(() => JSON.stringify(localStorage))).not.toContain(process.env["CONSOLE_ADMIN_TOKEN"]!);
     await page.getByRole("button", { name: "Sign out" }).click();
     await expect(page.getByRole("alert")).toContainText("This server asks for a token");
+    await expect(page.getByRole("link", { name: "binary-net" })).toHaveCount(0);
   });
 
-  test("a wrong token is refused with the server's reason", async ({ page, open }) => {
+  test("a wrong token is refused in the dialog, and not kept", async ({ page, open }) => {
     await open("#/rules");
     await page.getByRole("banner").getByRole("button", { name: "Sign in" }).click();
     await page.getByLabel("Token").fill("wrong");
     await page.keyboard.press("Enter");
-    await expect(page.getByRole("alert")).toContainText("UNAUTHENTICATED");
+    await expect(page.getByRole("dialog")).toContainText("The server does not accept this token");
+    await page.getByRole("button", { name: "Cancel" }).click();
+    await expect(page.getByRole("banner").getByRole("button", { name: "Sign in" })).toBeVisible();
+    expect(await page.evaluate(() => JSON.stringify(sessionStorage))).not.toContain("wrong");
+  });
+});
+
+test.describe("with a token that is no longer valid", () => {
+  test.use({ token: "expired" });
+
+  test("the error says so", async ({ page, open }) => {
+    await open("#/programs");
+    await expect(page.getByRole("alert")).toContainText("The server does not accept this token");
   });
 });
 

@@ -30,6 +30,43 @@ test("a program is deleted after a question", async ({ page, open }) => {
   await expect(page.getByRole("alert")).toContainText("PROGRAM_NOT_FOUND");
 });
 
+test("a program's page leads to its run", async ({ page, open }) => {
+  await open("#/programs/binary-net");
+  await page.getByRole("link", { name: "Run" }).click();
+  await expect(page).toHaveURL(/#\/graphs\?program=/);
+  await expect(page.getByRole("heading", { level: 1 })).toHaveText("binary-net");
+  await expect(page.getByRole("button", { name: "Run", exact: true })).toBeVisible();
+});
+
+test("search finds programs of all pages, and each page is read once", async ({ page, open }) => {
+  const all = Array.from({ length: 250 }, (_, index) => ({
+    name: `programs/net-${index}`,
+    ys: [{ name: `y${index}` }],
+  }));
+  const asked: string[] = [];
+  await page.route("**/v1/programs?*", async (route) => {
+    const query = new URL(route.request().url()).searchParams;
+    const from = Number(query.get("pageToken") ?? 0);
+    asked.push(`${from}`);
+    const to = from + Number(query.get("pageSize"));
+    await route.fulfill({
+      json: { programs: all.slice(from, to), ...(to < 250 ? { nextPageToken: String(to) } : {}) },
+    });
+  });
+  await open("#/programs");
+  const rows = page.getByRole("rowheader");
+  await expect(rows).toHaveCount(100);
+  await page.getByRole("button", { name: "Show more" }).click();
+  await expect(rows).toHaveCount(200);
+  expect(asked).toEqual(["0", "100"]);
+  await page.getByRole("searchbox").fill("y249");
+  await expect(rows).toHaveText(["net-249"]);
+  await expect(page.getByRole("status").filter({ hasText: "1 of 250 programs" })).toBeVisible();
+  expect(asked).toEqual(["0", "100", "200"]);
+  await page.reload();
+  await expect(rows).toHaveText(["net-249"]);
+});
+
 test.describe("of a tenant without programs", () => {
   test.use({ token: async ({}, use) => use(process.env["CONSOLE_PLAIN_TOKEN"]!) });
 

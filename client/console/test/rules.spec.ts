@@ -36,6 +36,7 @@ test("search, kind and family filter the gallery, and the address keeps them", a
   await expect(page.getByRole("article").filter({ hasText: /^atan/ })).toHaveCount(0);
   await page.getByLabel("Family").selectOption("");
   await page.getByLabel("Kind").selectOption("op");
+  await page.getByRole("searchbox").fill("softsign");
   await expect(page.getByRole("article").filter({ hasText: /^Softsign/ })).toBeVisible();
   await page.getByRole("searchbox").fill("no such rule");
   await expect(page.getByText("No rule matches")).toBeVisible();
@@ -87,7 +88,7 @@ test("a rule's page shows formula, source and params, and its curve follows a pa
 test("a rule that reads several elements has a curve too", async ({ page, open }) => {
   await open("#/rules/gradient_clip_norm");
   await expect(page.getByText("Each point is in a tensor [x, 0] of its own")).toBeVisible({ timeout: 15_000 });
-  await expect(page.getByRole("region", { name: "Gradient check" })).toContainText("Open it in the playground");
+  await expect(page.getByRole("region", { name: "Gradient check" })).toContainText("uses several elements at once");
 });
 
 test("a rule for layers says why it has no curve", async ({ page, open }) => {
@@ -98,6 +99,78 @@ test("a rule for layers says why it has no curve", async ({ page, open }) => {
 test("an unknown rule is an error with the server's words", async ({ page, open }) => {
   await open("#/rules/atann");
   await expect(page.getByRole("alert")).toContainText("UNKNOWN_RULE");
+});
+
+test("of thousands of rules, a section shows some and more on demand", async ({ page, open }) => {
+  const rules = Array.from({ length: 5000 }, (_, index) => ({
+    name: `rules/own_${index}`,
+    kind: "RULE_KIND_USER",
+    opTypes: ["Conv2D"],
+    digest: String(index),
+  }));
+  await page.route("**/v1/rules?kind=RULE_KIND_USER*", (route) => route.fulfill({ json: { rules } }));
+  await open("#/rules?kind=user");
+  const cards = page.getByRole("article");
+  await expect(page.getByRole("status").filter({ hasText: "5,000 of 5,000 rules" })).toBeVisible();
+  await expect(cards).toHaveCount(100);
+  await page.getByRole("button", { name: "Show more" }).click();
+  await expect(cards).toHaveCount(200);
+  await page.getByRole("searchbox").fill("own_49");
+  await expect(page.getByRole("status").filter({ hasText: "111 of 5,000 rules" })).toBeVisible();
+  await expect(cards).toHaveCount(100);
+});
+
+test("a curve that the server had no time for is tried again", async ({ page, open }) => {
+  const problem = { title: "Too many requests", status: 503, detail: "the server is busy", reason: "OVERLOADED" };
+  await page.route("**/v1/rules:sample", (route) => route.fulfill({ status: 503, json: problem }));
+  await open("#/rules?search=atan+2007");
+  await expect(page.getByText("No curve: the server is busy")).toBeVisible();
+  await page.unroute("**/v1/rules:sample");
+  await page.getByRole("link", { name: "Programs" }).click();
+  await page.goBack();
+  await expect(page.getByRole("img", { name: /^Gradient of atan/ })).toBeVisible();
+});
+
+test.describe("text of other people", () => {
+  const RIGHT_TO_LEFT = "\u202e";
+
+  test.beforeEach(async ({ page }) => {
+    const rule = {
+      name: "rules/odd",
+      kind: "RULE_KIND_USER",
+      description: `${"W".repeat(4000)} ${RIGHT_TO_LEFT}see https://example.org/${"paper".repeat(20)}`,
+      reference: `https://example.org/${"paper".repeat(20)}`,
+      opTypes: ["Conv2D"],
+      definition: {
+        expression: "dy * constructor",
+        params: [{ name: "constructor", defaultValue: 1, description: `${RIGHT_TO_LEFT}half width` }],
+      },
+    };
+    await page.route("**/v1/rules/odd", (route) => route.fulfill({ json: { rule } }));
+  });
+
+  test("does not widen the page", async ({ page, open }) => {
+    await page.setViewportSize({ width: 320, height: 700 });
+    await open("#/rules/odd");
+    await expect(page.getByRole("heading", { name: "Params" })).toBeVisible();
+    expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(320);
+  });
+
+  test("does not turn the page's own words around", async ({ page, open }) => {
+    await open("#/rules/odd");
+    const lefts = await page.getByText("Default 1").evaluate((element) => {
+      const texts = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+      while (!texts.nextNode()!.textContent!.includes("Default"));
+      const start = texts.currentNode.textContent!.indexOf("Default");
+      return [0, 1, 2].map((offset) => {
+        const range = document.createRange();
+        range.setStart(texts.currentNode, start + offset);
+        range.setEnd(texts.currentNode, start + offset + 1);
+        return range.getBoundingClientRect().left;
+      });
+    });
+    expect(lefts).toEqual([...lefts].sort((a, b) => a - b));
+  });
 });
 
 test("a rule that hides a built-in one links to it", async ({ page, open }) => {

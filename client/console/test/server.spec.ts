@@ -14,6 +14,19 @@ test("the state of the server is live while the page is not paused", async ({ pa
   await expect(page.getByRole("button", { name: "Resume" })).toHaveAttribute("aria-pressed", "true");
 });
 
+test("a state that is no longer known is marked as old", async ({ page, open }) => {
+  await open("#/server");
+  const state = page.locator(".tile", { hasText: "State" });
+  await expect(state).toContainText("ready");
+  await page.route("**/v1/status", (route) => route.abort());
+  await expect(page.getByRole("alert")).toContainText("The gateway does not answer");
+  await expect(page.getByText("This was the state at")).toBeVisible();
+  await expect(state).toContainText("unknown");
+  await page.unroute("**/v1/status");
+  await page.getByRole("button", { name: "Try again" }).click();
+  await expect(state).toContainText("ready");
+});
+
 test("the time in the queue and in the engine is the server's, as a median", async ({ page, open }) => {
   const times = [
     { queue: "0.002s", run: "0.0301s" },

@@ -5,6 +5,7 @@ Bars are drawn by rich on standard error. All bars of a process share one displa
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import threading
@@ -99,6 +100,13 @@ class _Reported(_Silent):
         if not self._is_closed:
             self._is_closed = True
             self._report()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The error of the task counts more than one of the function that gets the reports.
+        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+            self.close()
 
     def _report(self) -> None:
         report = ProgressReport(self._task, self._done, self._total, self._unit, self._is_closed, dict(self._values))

@@ -35,6 +35,7 @@ from gradrule.errors import (
     FeedDtypeError,
     FeedShapeError,
     InvalidOverrideError,
+    InvalidTensorError,
     UnsupportedError,
 )
 
@@ -91,6 +92,7 @@ def surrogate(
         UnknownRuleError: The catalogue has no such rule.
         UnsupportedError: The rule runs on a server only, as rules for LRP do, which need the op's weights.
         InvalidOverrideError: `forward` is no function, nor the name of one.
+        InvalidTensorError: Raised by calls: `forward` returns no array of the shape and dtype of x.
         GradruleError: The formula or a param is invalid.
     """
     local = LocalRule(rule, params)
@@ -100,6 +102,11 @@ def surrogate(
 
     def run(x: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         y = function(x)
+        if jnp.shape(y) != x.shape or jnp.result_type(y) != x.dtype:
+            raise InvalidTensorError(
+                f"the forward function of a surrogate returns an array like x, {x.dtype} of shape {x.shape}; this one "
+                f"returned {jnp.result_type(y)} of shape {jnp.shape(y)}"
+            )
         return y, (x, y)
 
     def pull_back(kept: tuple[Any, Any], dy: Any) -> tuple[jax.Array]:

@@ -66,6 +66,9 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
     function = ProgramFunction(program, params, timeout)
     function.require_repeatable()
     function.require_real()
+    for name, spec in [*function.inputs.items(), *zip(function.ys, function.specs, strict=True)]:
+        if spec.dtype not in _DTYPES:
+            raise UnsupportedError(f"{name!r} is {spec.dtype}, which PyTensor does not have: add a Cast to the graph")
     for y, spec in zip(function.ys, function.specs, strict=True):
         if spec.shape is None:
             raise UnsupportedError(f"the program does not tell the rank of {y!r}, which PyTensor needs")
@@ -246,6 +249,18 @@ class _PushForward(_RemoteOp):
             # Integers have no tangent; PyTensor wants a value nevertheless.
             none = np.zeros((0,) * tangent.type.ndim, spec.dtype)
             storage[0] = none if product is None else np.asarray(product)
+
+
+# Element types of PyTensor's tensors, as NumPy names them.
+_DTYPES = frozenset(
+    [
+        "bool",
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+        "float16",
+        "float32",
+        "float64",
+    ]
+)
 
 
 def _variable(name: str, value: Any, function: ProgramFunction) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 from gradrule._bridges.program_function import ProgramFunction
 from gradrule._messages.call_arguments import CallParams
 from gradrule._rpc.sync_client.programs import Program
-from gradrule.errors import FeedShapeError, InvalidDerivativeError, UnknownFeedError
+from gradrule.errors import FeedDtypeError, FeedShapeError, InvalidDerivativeError, UnknownFeedError
 
 __all__ = ["Objective", "Residuals", "residuals", "value_and_grad"]
 
@@ -52,7 +52,8 @@ def value_and_grad(
     Raises:
         UnknownFeedError: A name is no input of the program.
         MissingFeedError: An input has no value.
-        InvalidDerivativeError: The program has several ys, an x is not among its xs, or a y is not among its fetches.
+        InvalidDerivativeError: The program has several ys, an x is not among its xs or has an integer
+            dtype, or a y is not among its fetches.
     """
     objective = Objective(ProgramFunction(program, params, timeout), x, {**(feeds or {}), **others})
     if len(objective._function.ys) != 1:
@@ -92,6 +93,8 @@ class _Vectors:
         self._function = function
         function.require_real()
         self._names = [function.input_name(name) for name in ([x] if isinstance(x, str) else x)]
+        if not self._names:
+            raise InvalidDerivativeError("x is empty: give the name of the input to optimize, or several")
         twice = [name for name in self._names if self._names.count(name) > 1 or name in others]
         if twice:
             raise UnknownFeedError(f"the input {twice[0]!r} is given twice: as x and as a value, or twice as x")
@@ -102,6 +105,11 @@ class _Vectors:
                 raise InvalidDerivativeError(
                     f"{name!r} is not one of the program's xs, {', '.join(function.xs)}: compile it with this x"
                 )
+            if not function.has_gradient(name):
+                raise InvalidDerivativeError(
+                    f"{name!r} is {function.inputs[name].dtype}: SciPy's vectors are float64, and an optimizer would "
+                    "change numbers that are rounded"
+                )
         self._shapes = {name: _static(function.inputs[name].shape) for name in self._names}
 
     def pack(self, **values: Any) -> Vector:
@@ -109,11 +117,12 @@ class _Vectors:
 
         Raises:
             UnknownFeedError: The names are not those of the inputs to optimize.
+            FeedDtypeError: A value is no array of real numbers.
             FeedShapeError: A value has another shape than its input.
         """
         if set(values) != set(self._names):
             raise UnknownFeedError(f"give values for {', '.join(self._names)}, not for {', '.join(values) or 'none'}")
-        arrays = {name: np.asarray(values[name], np.float64) for name in self._names}
+        arrays = {name: _real(values[name], f"the value of {name!r}") for name in self._names}
         for name, array in arrays.items():
             wanted = self._function.inputs[name].shape
             if wanted is not None and (
@@ -127,9 +136,10 @@ class _Vectors:
         """Returns the inputs to optimize, by name, with their shapes and dtypes, of a vector.
 
         Raises:
+            FeedDtypeError: The vector is no array of real numbers.
             FeedShapeError: The vector has another size than the inputs together.
         """
-        vector = np.asarray(x).ravel()
+        vector = _real(x, "the vector").ravel()
         shapes = dict(self._shapes)
         unknown = [name for name, shape in shapes.items() if shape is None]
         if unknown:
@@ -164,6 +174,7 @@ class Objective(_Vectors):
         """Returns the value and the gradient, float64, at a vector.
 
         Raises:
+            FeedDtypeError: The vector is no array of real numbers.
             FeedShapeError: The vector does not fit the inputs.
             InvalidDerivativeError: The y has more than one element.
             GradruleError: As in `program.evaluate`.
@@ -202,6 +213,18 @@ class Residuals(_Vectors):
             ]
             rows.append(np.concatenate(columns, axis=1))
         return np.concatenate(rows)
+
+
+def _real(value: Any, what: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    array = np.asarray(value)
+    if array.dtype.kind == "c":
+        raise FeedDtypeError(
+            f"{what} is {array.dtype}, and programs compute with real numbers: jac='cs' needs complex ones; give "
+            "jac=residuals.jac or jac='2-point'"
+        )
+    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        raise FeedDtypeError(f"{what} is no array of real numbers, but {type(value).__name__}")
+    return array.astype(np.float64)
 
 
 def _static(shape: tuple[int | None, ...] | None) -> tuple[int, ...] | None:

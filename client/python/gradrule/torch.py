@@ -19,7 +19,8 @@ try:
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("gradrule.torch needs PyTorch: pip install 'gradrule[torch]'") from missing
 
+from gradrule._bridges.torch_overrides import override
 from gradrule._bridges.torch_remote import RemoteFunction, RemoteModule, remote, remote_module
-from gradrule._bridges.torch_rules import Surrogate, override, surrogate
+from gradrule._bridges.torch_rules import Surrogate, surrogate
 
 __all__ = ["RemoteFunction", "RemoteModule", "Surrogate", "override", "remote", "remote_module", "surrogate"]

@@ -20,12 +20,13 @@ from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, ops_between, salt_for
+from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, ops_between
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import ops_with
+from gradrule_server.rules import salt_for
 
 if TYPE_CHECKING:
     from gradrule_server.engine.describe import GradientCache

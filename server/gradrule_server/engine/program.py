@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
@@ -168,6 +169,16 @@ class BuiltProgram:
     feed_plan: FeedPlan = field(init=False)
     writer: ResponseWriter = field(init=False)
     specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)
+
+    def inputs_of(self, node: str) -> list[str]:
+        """Returns the names, as in the uploaded graph, of the inputs of a node; none for a node within a function."""
+        graph = self.function.graph
+        try:
+            op = graph.get_operation_by_name(f"{IMPORT_SCOPE}{node}")
+        except KeyError:
+            return []
+        fed = {tensor.ref(): item.name for tensor, item in zip(graph.inputs, self.inputs, strict=False)}
+        return [fed.get(tensor.ref(), tensor.name.removeprefix(IMPORT_SCOPE)) for tensor in op.inputs]
 
     def naming_run(self, arrays: Arrays) -> Callable[[], object] | None:
         """Returns a run on the same arrays whose error names the node that failed; None if every run's error does."""

@@ -80,7 +80,7 @@ def run(
         else:
             results, is_compiled = built.jit.run(arrays)
     except TENSORFLOW_ERRORS as cause:
-        raise translate_error(cause, built.naming_run(arrays)) from cause
+        raise translate_error(cause, built.naming_run(arrays), built.inputs_of) from cause
     parts = respond(built, results, request.received_ns, started, packing=packing, answer_area=answer_area)
     if is_compiled:
         parts.append(_COMPILED)
@@ -121,7 +121,7 @@ def execute(built: BuiltProgram, function: Callable[[], _T]) -> _T:
         try:
             return function()
         except TENSORFLOW_ERRORS as cause:
-            raise translate_error(cause) from cause
+            raise translate_error(cause, inputs_of=built.inputs_of) from cause
 
 
 def check_size(results: Iterable[tf.Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
@@ -83,16 +83,24 @@ def out_of_memory(cause: tf.errors.OpError) -> bool:
     return isinstance(cause, tf.errors.ResourceExhaustedError) and _NO_MEMORY.search(cause.message) is not None
 
 
+# Longer lists, as of Concat, would hide the rest of the message.
+_MAX_INPUTS = 8
+
 TENSORFLOW_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 """Errors that TensorFlow raises when a graph runs."""
 
 
-def translate_error(cause: Exception, run_again: Callable[[], object] | None = None) -> GradruleError:
+def translate_error(
+    cause: Exception,
+    run_again: Callable[[], object] | None = None,
+    inputs_of: Callable[[str], Sequence[str]] | None = None,
+) -> GradruleError:
     """Returns the error for one of `TENSORFLOW_ERRORS`: of a failed check, MEMORY_EXCEEDED, or EXECUTION_FAILED.
 
     Args:
         cause: The error.
         run_again: Runs the program with an executor that names the node that failed, if the first one does not.
+        inputs_of: Returns the names of a node's inputs, for the message.
     """
     message = error_message(cause)
     failed = failed_check(message)
@@ -108,4 +116,7 @@ def translate_error(cause: Exception, run_again: Callable[[], object] | None = N
             node = failed_node(error_message(second))
     if node and not text.startswith(f"node {node!r}"):
         text = f"node {node!r}: {text}"
+    inputs = inputs_of(node) if node and inputs_of is not None else ()
+    if 0 < len(inputs) <= _MAX_INPUTS:
+        text = f"{text}; its inputs are {', '.join(repr(name.removesuffix(':0')) for name in inputs)}"
     return error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, text, node=node)

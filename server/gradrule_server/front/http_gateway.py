@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cryptography import x509
 from cryptography.x509.oid import NameOID
 
 _log = logging.getLogger(__name__)
+_now = time.monotonic
 
 _READY = b"gradrule gateway: listening on "
 _START_S = 60.0
@@ -84,12 +86,15 @@ class HttpGateway:
     async def _supervise(self) -> None:
         pause = _FIRST_PAUSE_S
         while True:
+            started = _now()
             code = await self._wait_for_end()
             if code is None:
                 _log.info("the TLS certificate changed; the HTTP gateway starts again")
                 await self._stop_process()
                 pause = 0.0
             else:
+                if _now() - started > _LONGEST_PAUSE_S:
+                    pause = _FIRST_PAUSE_S
                 _log.error("the HTTP gateway ended with exit code %d; it starts again in %g s", code, pause)
             while True:
                 await asyncio.sleep(pause)
@@ -99,7 +104,6 @@ class HttpGateway:
                     break
                 except GatewayError as failure:
                     _log.error("%s; next try in %g s", failure, pause)
-            pause = _FIRST_PAUSE_S
             _log.info("the HTTP gateway runs again")
 
     async def _wait_for_end(self) -> int | None:

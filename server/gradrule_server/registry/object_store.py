@@ -24,6 +24,7 @@ MARKER = "gradrule.registry"
 """Key of the object that names the registry which an object store belongs to."""
 
 _PARTIAL = ".upload-"
+_PIECE_BYTES = 8 << 20
 _USER_INFO = re.compile(r"//[^/@\s]*@")
 
 
@@ -158,6 +159,20 @@ def open_object_store(url: str) -> ObjectStore:
             raise StoreError("--blobs s3://… needs further packages: pip install 'gradrule[s3]'") from cause
         return S3Objects(parts.netloc, parts.path.strip("/"))
     raise StoreError(f"--blobs must be file:///folder or s3://bucket/prefix, not {parts.scheme or url[:40]!r}")
+
+
+def read_object(objects: ObjectStore, key: str, length: int) -> Iterator[bytes]:
+    """Yields the content of an object in pieces of up to 8 MiB; fewer bytes than `length` if the object is shorter.
+
+    Raises `ObjectNotFoundError` and `ObjectStoreError`.
+    """
+    offset = 0
+    while offset < length:
+        piece = objects.read(key, offset, min(_PIECE_BYTES, length - offset))
+        if not piece:
+            return
+        yield piece
+        offset += len(piece)
 
 
 def claim(objects: ObjectStore, registry_id: str) -> bool:

@@ -37,6 +37,7 @@ from gradrule_server.registry.object_store import (
     ObjectStoreError,
     claim,
     open_object_store,
+    read_object,
 )
 from gradrule_server.registry.stored_blobs import BlobKey, StoredBlob, StoredBlobs, counted_bytes
 
@@ -44,7 +45,6 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Bytes of one request, after which a fetch notices that nobody waits for it any more.
 _PIECE_BYTES = 8 << 20
 _MAX_UPLOADS = 8
 _WAIT_FOR_UPLOADS_S = 60.0
@@ -59,6 +59,7 @@ class _Shared:
     Attributes:
         uses: The times of last uses that are not in the index yet, microseconds since 1970.
         uploading: The keys of the objects that this server stores now.
+        is_compared: Whether the index was compared with the objects since the start.
         usage: The amount of each folder, as last seen.
     """
 
@@ -69,6 +70,7 @@ class _Shared:
         self.lock = threading.Lock()
         self.uses: dict[BlobKey, int] = {}
         self.uploading: set[str] = set()
+        self.is_compared = False
         self.upload_slots = threading.BoundedSemaphore(_MAX_UPLOADS)
         self.usage = index.usage()
         self.warning = RepeatedWarning(_log)
@@ -244,16 +246,11 @@ class SharedBlobStore(BlobStore):
                 incoming = Upload(self, name, is_copy=True)
                 try:
                     digest = hashlib.sha256()
-                    offset = 0
-                    while offset < blob.length and not is_unwanted.is_set():
-                        piece = self._shared.objects.read(blob.object, offset, min(_PIECE_BYTES, blob.length - offset))
-                        if not piece:
-                            break
+                    for piece in read_object(self._shared.objects, blob.object, blob.length):
+                        if is_unwanted.is_set():
+                            return
                         incoming.write(piece)
                         digest.update(piece)
-                        offset += len(piece)
-                    if is_unwanted.is_set():
-                        return
                     if digest.hexdigest() == name:
                         incoming.finish()
                         return
@@ -309,11 +306,22 @@ class SharedBlobStore(BlobStore):
             shared.index.record_uses(uses, list(shared.uploading))
             shared.usage = shared.index.usage()
             self._delete(shared.index.take_lost())
+            if not shared.is_compared:
+                # After a backup was restored, the object store has newer objects than the index.
+                self.adopt_objects()
+                shared.is_compared = True
+        except ObjectStoreError as cause:
+            _log.debug("the objects cannot be listed now: %s", cause)
         except GradruleError as cause:
             # The database, which reports this itself, is away.
             _log.debug("the index of blobs cannot be changed now: %s", cause)
             with shared.lock:
                 shared.uses = uses | shared.uses
+
+    def adopt_objects(self) -> None:
+        """Enters objects into the index that it lacks. Raises `ObjectStoreError`."""
+        if count := self._shared.index.adopt(self._shared.objects.iterate()):
+            _log.info("%d blobs in %s were entered into the index", count, self._shared.objects.url)
 
     def adopt_folder(self, folder: Path) -> int:
         """Moves the blobs of a server without an object store into the object store; returns their number.
@@ -325,9 +333,10 @@ class SharedBlobStore(BlobStore):
             GradruleError: UNAVAILABLE, or QUOTA_EXCEEDED (also if the disk of the cache is full).
         """
         count = 0
-        for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
-            if BLOB_NAME.fullmatch(path.name) is None or not path.is_file():
-                continue
+        found = [path for path in folder.rglob("*") if BLOB_NAME.fullmatch(path.name) is not None and path.is_file()]
+        if found:
+            _log.info("moving %d blobs from %s to %s", len(found), folder, self._shared.objects.url)
+        for path in sorted(found):
             tenant_folder = path.parent.relative_to(folder).as_posix().removeprefix(".")
             upload = Upload(self._in_folder(tenant_folder), path.name)
             try:
@@ -388,11 +397,11 @@ def open_shared_blobs(
                 "again, or until their objects are copied there",
                 objects.url,
             )
-        if not is_new and index.is_empty() and (count := index.adopt(objects.iterate())):
-            _log.info("%d blobs in %s were entered into the index", count, objects.url)
+        is_lost = not is_new and index.is_empty()
         blobs = SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, index)
-        if count := blobs.adopt_folder(data_dir / BLOBS):
-            _log.info("%d blobs were moved from %s to %s", count, data_dir / BLOBS, objects.url)
+        if is_lost:
+            blobs.adopt_objects()
+        blobs.adopt_folder(data_dir / BLOBS)
     except (ObjectStoreError, GradruleError) as cause:
         raise StoreError(f"--blobs {objects.url} cannot be used: {cause}") from cause
     return blobs

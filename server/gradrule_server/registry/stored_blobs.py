@@ -154,8 +154,8 @@ class StoredBlobs:
         Raises:
             GradruleError: QUOTA_EXCEEDED, if programs need all blobs; nothing is deleted then.
         """
-        now_us = _now_us()
         with self._database.write() as connection:
+            now_us = _now_us(connection)
             is_same = (_blobs.c.folder == folder) & (_blobs.c.name == name) & (_blobs.c.state == _STORED)
             if connection.execute(update(_blobs).where(is_same).values(last_use_us=now_us)).rowcount:
                 return None, []
@@ -182,7 +182,7 @@ class StoredBlobs:
             connection.execute(
                 update(_blobs)
                 .where(_blobs.c.object == key)
-                .values(state=_DELETED if is_twin else _STORED, last_use_us=_now_us())
+                .values(state=_DELETED if is_twin else _STORED, last_use_us=_now_us(connection))
             )
             return True
 
@@ -190,7 +190,7 @@ class StoredBlobs:
         """Marks an object for deletion, because its upload failed or it is damaged or missing."""
         with self._database.write() as connection:
             connection.execute(
-                update(_blobs).where(_blobs.c.object == key).values(state=_DELETED, last_use_us=_now_us())
+                update(_blobs).where(_blobs.c.object == key).values(state=_DELETED, last_use_us=_now_us(connection))
             )
 
     def forget(self, keys: Sequence[str]) -> None:
@@ -201,10 +201,10 @@ class StoredBlobs:
 
     def take_lost(self) -> list[str]:
         """Returns the keys of objects that other servers should have deleted or stored; marks them for deletion."""
-        now_us = _now_us()
-        lost = (_blobs.c.state == _UPLOADING) & (_blobs.c.last_use_us < now_us - _UPLOAD_LOST_US)
-        left = (_blobs.c.state == _DELETED) & (_blobs.c.last_use_us < now_us - _DELETION_LOST_US)
         with self._database.read() as connection:
+            now_us = _now_us(connection)
+            lost = (_blobs.c.state == _UPLOADING) & (_blobs.c.last_use_us < now_us - _UPLOAD_LOST_US)
+            left = (_blobs.c.state == _DELETED) & (_blobs.c.last_use_us < now_us - _DELETION_LOST_US)
             keys = list(connection.execute(select(_blobs.c.object).where(lost | left).limit(_PAGE)).scalars())
         if not keys:
             return []
@@ -217,13 +217,16 @@ class StoredBlobs:
             return list(connection.execute(select(_blobs.c.object).where(_blobs.c.object.in_(keys), mine)).scalars())
 
     def record_uses(self, uses: Mapping[BlobKey, int], uploads: Collection[str] = ()) -> None:
-        """Stores the times of last uses, microseconds since 1970, and that uploads are running."""
+        """Stores the times of last uses, microseconds since 1970 by the clock of this machine; and running uploads."""
         if not uses and not uploads:
             return
         with self._database.write() as connection:
+            now_us = _now_us(connection)
+            # Clocks of servers may differ.
+            offset_us = now_us - time.time_ns() // 1000
             for some in _chunks(list(uploads)):
                 is_running = _blobs.c.object.in_(some) & (_blobs.c.state == _UPLOADING)
-                connection.execute(update(_blobs).where(is_running).values(last_use_us=_now_us()))
+                connection.execute(update(_blobs).where(is_running).values(last_use_us=now_us))
             if uses:
                 connection.execute(
                     update(_blobs)
@@ -235,7 +238,7 @@ class StoredBlobs:
                     )
                     .values(last_use_us=bindparam("used_us")),
                     [
-                        {"in_folder": folder, "of_name": name, "used_us": used_us}
+                        {"in_folder": folder, "of_name": name, "used_us": used_us + offset_us}
                         for (folder, name), used_us in uses.items()
                     ],
                 )
@@ -286,20 +289,29 @@ class StoredBlobs:
     def adopt(self, objects: Iterable[tuple[str, int]]) -> int:
         """Adds objects that have no rows, by key and size; returns their number."""
         found = {key: (match, length) for key, length in objects if (match := _OBJECT.fullmatch(key)) is not None}
-        now_us, count = _now_us(), 0
+        with self._database.read() as connection:
+            found = {key: found[key] for key in found.keys() - _keys(connection)}
+        if not found:
+            return 0
+        rows = []
         with self._database.write() as connection:
+            now_us = _now_us(connection)
             query = select(_blobs.c.folder, _blobs.c.name).where(_blobs.c.state == _STORED)
             known = {(row.folder, row.name) for row in connection.execute(query)}
-            known_keys = set(connection.execute(select(_blobs.c.object)).scalars())
-            for key, (match, length) in found.items():
+            for key in found.keys() - _keys(connection):
+                match, length = found[key]
                 folder, name = match[1] or "", match[2]
                 # A blob may have two objects, if two servers stored it at the same time and were killed.
-                if (folder, name) in known or key in known_keys:
-                    continue
-                known.add((folder, name))
-                connection.execute(insert(_blobs).values(_row(key, folder, name, length, _STORED, now_us)))
-                count += 1
-        return count
+                if (folder, name) not in known:
+                    known.add((folder, name))
+                    rows.append(_row(key, folder, name, length, _STORED, now_us))
+            if rows:
+                connection.execute(insert(_blobs), rows)
+        return len(rows)
+
+
+def _keys(connection: Connection) -> set[str]:
+    return set(connection.execute(select(_blobs.c.object)).scalars())
 
 
 def _row(key: str, folder: str, name: str, length: int, state: str, now_us: int) -> dict[str, object]:
@@ -323,7 +335,11 @@ def _need(tenant: str, program_id: str, folder: str, name: str) -> dict[str, str
     return {"tenant": tenant, "program_id": program_id, "folder": folder, "name": name}
 
 
-def _now_us() -> int:
+def _now_us(connection: Connection) -> int:
+    """Returns the time in microseconds since 1970, by one clock for all servers."""
+    if connection.dialect.name == "postgresql":
+        query = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+        return int(connection.exec_driver_sql(query).scalar_one())
     return time.time_ns() // 1000
 
 

@@ -9,3 +9,4 @@ from gradrule_server.rules.rule import RuleContent as RuleContent
 from gradrule_server.rules.rule import has_graph as has_graph
 from gradrule_server.rules.signature import RuleGraph as RuleGraph
 from gradrule_server.rules.signature import Signature as Signature
+from gradrule_server.rules.signature import salt_for as salt_for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,8 +94,8 @@ class RuleGraph:
     Attributes:
         graph: Nodes of TensorFlow ops with all attributes.
         inputs: Names of the placeholders that the rule uses, by variable (`x0`, `dy1`, `default0`) or `param/NAME`. A
-            param is DT_DOUBLE of any shape. A rule that draws random numbers also has `salt`, DT_INT64 of rank 0: a
-            number of the op, so that two ops draw different numbers.
+            param is DT_DOUBLE of any shape. A rule that draws random numbers also has `salt`, DT_INT64 of rank 0:
+            `salt_for` the op, so that two ops draw different numbers.
         results: For each input of the op: the name of the tensor of its gradient; None: not connected.
         shape_sources: For each input of the op: the sources from which the shape of its gradient is broadcast. A source
             is a variable (x0 stands for `default0`), `param/NAME`, `reduced/x0` (x0 with some axes of size 1) or
@@ -106,6 +107,11 @@ class RuleGraph:
     inputs: Mapping[str, str]
     results: tuple[str | None, ...]
     shape_sources: tuple[frozenset[str], ...]
+
+
+def salt_for(node: str) -> int:
+    """Returns a number for a node's name, the same in every process."""
+    return int.from_bytes(hashlib.sha256(node.encode()).digest()[:8], "little", signed=True)
 
 
 def count_noun(number: int, noun: str) -> str:

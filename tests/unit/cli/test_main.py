@@ -97,7 +97,9 @@ def test_wrong_usage_is_code_2_on_stderr(arguments: list[str], words: str, capsy
     [
         (["rules", "lst"], "gradrule rules: .*'lst'.* Did you mean 'list'?"),
         (["evaluat"], "gradrule: .*'evaluat'.* Did you mean 'evaluate'"),
-        (["rules", "list", "--kidn", "x"], "gradrule: .*--kidn x. Did you mean '--kind'"),
+        (["rules", "list", "--kidn", "x"], "gradrule rules list: .*--kidn x. Did you mean '--kind'"),
+        (["rules", "list", "--server", "x"], "gradrule rules list: .*--server x. .* is --target HOST:PORT"),
+        (["status", "--port", "1"], "gradrule status: .*--port 1. .* is --target HOST:PORT"),
         (["rules", "list", "--kind", "usr"], "gradrule rules list: .*'usr'.* Did you mean 'user'"),
     ],
 )

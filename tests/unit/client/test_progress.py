@@ -91,3 +91,14 @@ def test_a_notebook_needs_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
     # IPython on a terminal has no kernel.
     del shell.kernel
     assert not _progress.can_show()
+
+
+def test_the_error_of_the_task_counts_more_than_one_of_the_function() -> None:
+    def refuse_the_last(report: gr.ProgressReport) -> None:
+        if report.is_finished:
+            raise KeyError("the function")
+
+    with pytest.raises(ValueError, match="the task"), _progress.start(refuse_the_last, "compiling", None, ""):
+        raise ValueError("the task")
+    with pytest.raises(KeyError, match="the function"), _progress.start(refuse_the_last, "compiling", None, ""):
+        pass

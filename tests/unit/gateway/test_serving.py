@@ -1,8 +1,10 @@
-"""Connections that send their headers slowly, or not at all, are closed."""
+"""Connections that send their headers slowly, do not read answers, or are too many, are closed."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from typing import Any
 
 import pytest
@@ -12,20 +14,28 @@ from uvicorn.server import ServerState
 from gradrule_gateway import connections
 from gradrule_gateway.connections import Connection, Connections
 
+ANSWERED = asyncio.Event()
+REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
 
 async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 204, "headers": []})
+    """Answers with as many MiB as the path says."""
+    size = int(scope["path"].removeprefix("/") or "0")
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (size << 20))]})
+    for _ in range(size):
+        await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
     await send({"type": "http.response.body"})
+    ANSWERED.set()
 
 
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns the port of a server that waits a twentieth of a second for headers."""
+    """Returns the port of a server with short times, and at most three connections of one address."""
     monkeypatch.setattr(connections, "_HEADER_S", 0.05)
+    ANSWERED.clear()
     config = uvicorn.Config(answer_ok, ws="none", lifespan="off", log_config=None, access_log=False)
     config.load()
-
-    opened = Connections(max_open=8, idle_s=10)
+    opened = Connections(max_open=12, idle_s=0.2)
 
     def protocol() -> Connection:
         return Connection(config, ServerState(), {}, connections=opened)
@@ -45,8 +55,97 @@ async def test_slow_headers(port: int, sent: bytes) -> None:
 
 async def test_slow_headers_of_the_second_request(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 204")
+    writer.write(REQUEST)
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
     writer.write(b"GET / HT")
     assert await asyncio.wait_for(reader.read(), 10) == b""
     writer.close()
+
+
+async def test_an_answer_that_is_not_read_does_not_stay_in_memory(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+    writer.write(REQUEST.replace(b"/", b"/64", 1))
+    # `send` returns when the connection is closed: the system's buffers are smaller than 64 MiB.
+    await asyncio.wait_for(ANSWERED.wait(), 30)
+    received = 0
+    with contextlib.suppress(ConnectionError):
+        while part := await reader.read(1 << 20):
+            received += len(part)
+    assert received < 64 << 20
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        (b"GARBAGE\r\n\r\n", 400, "illegal request line"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "multiple Host"),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400, "Content-Length"),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\n", 501, "Transfer-Encoding"),
+    ],
+)
+async def test_what_is_not_http_is_answered_with_a_problem(port: int, text: bytes, status: int, said: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(text)
+    head, _, body = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert b"content-type: application/problem+json" in head
+    assert b"x-content-type-options: nosniff" in head
+    problem = json.loads(body)
+    assert (problem["status"], problem["reason"]) == (status, "MALFORMED_REQUEST")
+    assert said in problem["detail"]
+    writer.close()
+
+
+async def test_a_new_connection_replaces_the_one_that_was_idle_longest(port: int) -> None:
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    # The first one has had the latest request.
+    for reader, writer in (*opened[1:], opened[0]):
+        writer.write(REQUEST)
+        await reader.readuntil(b"\r\n\r\n")
+    new_reader, new_writer = await asyncio.open_connection("127.0.0.1", port)
+    new_writer.write(REQUEST)
+    assert (await new_reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(opened[1][0].read(), 30) == b""
+    for reader, writer in (opened[0], opened[2]):
+        writer.write(REQUEST)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    for _, writer in (*opened, (new_reader, new_writer)):
+        writer.close()
+
+
+class Fake:
+    """A connection that only counts whether it was closed."""
+
+    def __init__(self) -> None:
+        self.transport = self
+        self.is_closed = False
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+
+def add(opened: Connections, address: str, *, is_busy: bool = False) -> Any:
+    found: Any = Fake()
+    if not opened.add(found, address):
+        found.abort()
+    elif is_busy:
+        opened.set_idle(found, False)
+    return found
+
+
+def test_limits_on_connections() -> None:
+    opened = Connections(max_open=8, idle_s=1)
+    busy = [add(opened, "192.0.2.1", is_busy=True) for _ in range(2)]
+    # One address may have a quarter, and connections in use are not closed.
+    assert add(opened, "192.0.2.1").is_closed
+    assert not any(each.is_closed for each in busy)
+    # A client has a whole network of IPv6.
+    old = [add(opened, f"2001:db8::{number}") for number in range(3)]
+    assert [each.is_closed for each in old] == [True, False, False]
+    others = [add(opened, f"192.0.2.{number}") for number in range(2, 7)]
+    # Nine connections: the oldest idle one of all addresses is closed.
+    assert [each.is_closed for each in (*old[1:], *others)] == [True, *[False] * 6]
+    opened.remove(busy[0])
+    assert not add(opened, "192.0.2.1").is_closed

@@ -146,7 +146,7 @@ async def test_few_fetches_run_at_a_time(servers: Servers, monkeypatch: pytest.M
 async def test_fetch_ends_when_nobody_waits_and_leaves_nothing(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradrule_server.registry.shared_blobs._PIECE_BYTES", 4)
+    monkeypatch.setattr("gradrule_server.registry.object_store._PIECE_BYTES", 4)
     name = put(servers.open("ada"), WEIGHTS)
     grace = servers.open("grace")
     has_read, may_go_on, reads = threading.Event(), threading.Event(), []
@@ -280,6 +280,24 @@ async def test_cache_is_bounded_and_its_removals_delete_nothing(servers: Servers
         assert "--blob-cache-bytes" in found.message
         assert (files(blobs), blobs._index.used.count) == (sorted(names[:2]), 2)
     assert "--blob-cache-bytes" in refusal(put, blobs, b"x" * 3 * PAGE).message
+
+
+async def test_full_disk_of_the_cache_is_an_error_and_leaves_nothing(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = put(servers.open("ada"), WEIGHTS)
+    grace = servers.open("grace")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        found = await failure(content(grace, name))
+    assert reason_name(found.reason) == "QUOTA_EXCEEDED"
+    assert "smaller --blob-cache-bytes" in found.message
+    assert (files(grace), grace._index.used.size, grace._own.pins) == ([], 0, {})
+    assert await content(grace, name) == WEIGHTS
 
 
 def test_limits_count_the_blobs_of_all_servers(servers: Servers) -> None:
@@ -495,7 +513,20 @@ def test_index_is_filled_again_from_the_object_store(servers: Servers) -> None:
     (servers.path / "objects" / "default" / "notes.txt").write_text("not a blob")
     again = servers.open("grace")
     assert (again.missing(names[:1]), again.for_tenant("math").missing(names[1:])) == ([], [])
+    again.maintain()
     assert (again.held_bytes, again.held_count) == (PAGE, 1)
+
+
+def test_objects_that_a_restored_index_lacks_are_entered(servers: Servers) -> None:
+    ada = servers.open("ada")
+    old, new = put(ada, WEIGHTS), put(ada, b"new")
+    # A restored backup: the table is as before the second upload.
+    servers.execute(f"DELETE FROM stored_blobs WHERE name = '{new}'")
+    again = servers.open("grace")
+    assert again.missing([old, new]) == [new]
+    again.maintain()
+    again.maintain()
+    assert (again.missing([old, new]), again.held_count) == ([], 2)
 
 
 def test_object_store_belongs_to_one_registry(servers: Servers, tmp_path: Path) -> None:

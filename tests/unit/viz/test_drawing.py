@@ -240,3 +240,26 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     for draw in (lambda: viz.saliency(np.ones((4, 4)), np.ones((4, 4))), comparison({"default": {"x": 1.0}}).plot):
         with pytest.raises(gr.errors.UnsupportedError, match=r"gradrule\[plot\]"):
             draw()
+
+
+def test_pictures_are_shown_once_and_belong_to_no_global_state() -> None:
+    """As the value of a cell; pyplot would show them a second time, and keep them all."""
+    pictures: list[Any] = [viz.saliency(X.reshape(3, 3), X.reshape(3, 3)), viz.plot_tensors({"x": X})]
+    pictures.append(_figures.axes_or_new(None, 3, 2))
+    for picture in pictures:
+        assert picture._repr_png_().startswith(b"\x89PNG")
+    assert pyplot.get_fignums() == []
+
+
+@pytest.mark.parametrize("wrong", [[(0, 0)], [(0, 1), (0, 2), (2, 2)], list(np.ndindex(3, 3))], ids=len)
+def test_gradients_that_are_not_finite_are_hatched_and_counted(wrong: list[tuple[int, int]]) -> None:
+    gradient = np.ones((3, 3))
+    for number, place in enumerate(wrong):
+        gradient[place] = (np.nan, np.inf)[number % 2]
+    figure = viz.saliency(np.zeros((3, 3)), gradient, beside=False)
+    image, bar = figure.axes
+    (hatched,) = image.patches
+    assert hatched.get_hatch()
+    inside = [place for place in np.ndindex(3, 3) if hatched.get_path().contains_point(place[::-1])]
+    assert inside == sorted(wrong)
+    assert f"{len(wrong)} of 9 pixels not finite: hatched" in bar.get_ylabel()

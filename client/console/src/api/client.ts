@@ -37,6 +37,8 @@ export interface CallOptions {
   query?: Record<string, string | number | undefined>;
   /** Cancels the call; the gateway then cancels its call to the server. */
   signal?: AbortSignal;
+  /** Token to send in place of the tab's. */
+  token?: string;
 }
 
 export type Method = "GET" | "POST" | "DELETE";
@@ -48,7 +50,7 @@ export type Method = "GET" | "POST" | "DELETE";
  * @throws ApiError if the answer is an error or the gateway cannot be reached; AbortError if `signal` cancelled the call.
  */
 export async function call<Answer>(method: Method, path: string, options: CallOptions = {}): Promise<Answer> {
-  const { body, query, signal } = options;
+  const { body, query, signal, token = bearerToken() } = options;
   const headers: Record<string, string> = { Accept: "application/json" };
   const request: RequestInit = { method, headers, cache: "no-store" };
   if (signal) request.signal = signal;
@@ -56,7 +58,6 @@ export async function call<Answer>(method: Method, path: string, options: CallOp
     headers["Content-Type"] = "application/json";
     request.body = JSON.stringify(body);
   }
-  const token = bearerToken();
   if (token) headers["Authorization"] = `Bearer ${token}`;
   let response: Response;
   let text: string;

@@ -1,8 +1,7 @@
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 import { isAbort } from "./client";
-import { useBearerToken } from "./token";
 
-/** What a page shows of a call: its last answer, its last error, and whether a call is under way. */
+/** What a page shows of a call: its last answer or its last error, and whether a call is under way. */
 export interface Loaded<Answer> {
   answer?: Answer;
   error?: unknown;
@@ -11,14 +10,14 @@ export interface Loaded<Answer> {
 }
 
 /**
- * Calls `load` when the component appears, when `inputs` change, when somebody signs in or out, and on `reload()`.
+ * Calls `load` when the component appears, when `inputs` change, and on `reload()`.
  *
- * An earlier call is cancelled. While the next call runs, the last answer stays, so that the page does not jump.
+ * An earlier call is cancelled. While the next call runs, the last answer stays, so that the page does not jump; an error
+ * replaces it.
  */
 export function useLoad<Answer>(load: (signal: AbortSignal) => Promise<Answer>, inputs: unknown[]): Loaded<Answer> {
   const [count, setCount] = useState(0);
   const [state, setState] = useState<{ answer?: Answer; error?: unknown; loading: boolean }>({ loading: true });
-  const token = useBearerToken();
   const latest = useRef(load);
   latest.current = load;
   useEffect(() => {
@@ -26,11 +25,10 @@ export function useLoad<Answer>(load: (signal: AbortSignal) => Promise<Answer>, 
     setState((before) => ({ ...before, loading: true }));
     latest.current(cancel.signal).then(
       (answer) => cancel.signal.aborted || setState({ answer, loading: false }),
-      (error: unknown) =>
-        cancel.signal.aborted || isAbort(error) || setState((before) => ({ ...before, error, loading: false })),
+      (error: unknown) => cancel.signal.aborted || isAbort(error) || setState({ error, loading: false }),
     );
     return () => cancel.abort();
-  }, [...inputs, count, token]);
+  }, [...inputs, count]);
   const reload = useCallback(() => setCount((before) => before + 1), []);
   return { ...state, reload };
 }

@@ -16,13 +16,13 @@ export function seconds(duration: string | undefined): number {
   return duration ? Number.parseFloat(duration) : 0;
 }
 
-/** Formats a number for people, with at most `digits` significant digits. */
+/** Formats a number for people: integers below 10 million in full, others with at most `digits` significant digits. */
 export function numberText(value: number, digits = 5): string {
   if (Number.isNaN(value)) return "nan";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "−inf";
   const size = Math.abs(value);
-  const text =
-    size !== 0 && (size < 1e-4 || size >= 1e7) ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
+  const inFull = Number.isInteger(value) ? value : Number(value.toPrecision(digits));
+  const text = size !== 0 && (size < 1e-4 || size >= 1e7) ? value.toExponential(2) : String(inFull);
   return text.replace("-", "−");
 }
 

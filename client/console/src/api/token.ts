@@ -6,6 +6,7 @@ const KEY = "gradrule-token";
 
 let token = read();
 const listeners = new Set<() => void>();
+const kept: (() => void)[] = [];
 
 /** Returns the bearer token of this tab; empty if nobody signed in. */
 export function bearerToken(): string {
@@ -21,7 +22,15 @@ export function setBearerToken(next: string): void {
   } catch {
     // Storage is turned off: the token lasts until the page is closed or reloaded.
   }
+  for (const forget of kept) forget();
   for (const listener of listeners) listener();
+}
+
+/** Returns a map for answers that outlive their page. It is emptied when the token changes: answers belong to a token. */
+export function answersOfToken<Answer>(): Map<string, Answer> {
+  const answers = new Map<string, Answer>();
+  kept.push(() => answers.clear());
+  return answers;
 }
 
 /** Returns the bearer token, and renders again when it changes. */

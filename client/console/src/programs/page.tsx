@@ -5,5 +5,5 @@ import { ProgramPage } from "./program-page";
 /** The pages of stored programs: all programs, and one. */
 export function ProgramsPage({ route }: { route: Route }) {
   const id = route.path[1];
-  return id === undefined ? <ProgramList /> : <ProgramPage key={id} id={id} />;
+  return id === undefined ? <ProgramList route={route} /> : <ProgramPage key={id} id={id} />;
 }

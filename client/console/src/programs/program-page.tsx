@@ -5,6 +5,7 @@ import type { Program, Resolution, TensorSpec } from "../api/types";
 import { go, href } from "../router";
 import { DeleteButton } from "../ui/confirm";
 import { CopyButton } from "../ui/copy";
+import { ServerText } from "../ui/server-text";
 import { ErrorBox, Loading } from "../ui/states";
 import { dtypeText, shapeText, timeText } from "./specs";
 
@@ -29,15 +30,20 @@ export function ProgramPage({ id }: { id: string }) {
           <CopyButton text={id} label="Copy the program’s ID" />
         </div>
         {program && (
-          <DeleteButton
-            what={`program ${id}`}
-            remove={async () => {
-              await call("DELETE", path);
-              go(href("programs"));
-            }}
-          >
-            Calls that name it then fail. This cannot be undone.
-          </DeleteButton>
+          <div class="row">
+            <a class="button button-primary" href={`#/graphs?${new URLSearchParams({ program: id })}`}>
+              Run
+            </a>
+            <DeleteButton
+              what={`program ${id}`}
+              remove={async () => {
+                await call("DELETE", path);
+                go(href("programs"));
+              }}
+            >
+              Calls that name it then fail. This cannot be undone.
+            </DeleteButton>
+          </div>
         )}
       </div>
       {error !== undefined && <ErrorBox error={error} retry={reload} />}
@@ -66,7 +72,13 @@ function Details({ program }: { program: Program }) {
             <Fact name="Graph digest">{program.digests?.graph && <Digest text={program.digests.graph} />}</Fact>
             <Fact name="Random">{program.drawsRandom && "Calls with equal feeds give different outputs."}</Fact>
             {Object.entries(program.aliases ?? {}).map(([alias, tensor]) => (
-              <Fact name={`Alias ${alias}`}>
+              <Fact
+                name={
+                  <>
+                    Alias <ServerText text={alias} />
+                  </>
+                }
+              >
                 <code>{tensor}</code>
               </Fact>
             ))}
@@ -80,7 +92,7 @@ function Details({ program }: { program: Program }) {
   );
 }
 
-function Fact({ name, children }: { name: string; children: ComponentChildren }) {
+function Fact({ name, children }: { name: ComponentChildren; children: ComponentChildren }) {
   if (!children) return null;
   return (
     <>

@@ -1,86 +1,85 @@
-import { grid, PointSampler, same, sampleGradient, sampleOwn, sampleRows, type Target } from "./sampling";
+import { sampleForward, type Breaks } from "./breaks";
+import { PointSampler, sampleGradient, type Target } from "./sampling";
 import { forwardText } from "./setups";
-
-/** A point where the slopes of the forward function on both sides differ. */
-export interface Kink {
-  x: number;
-  left: number;
-  right: number;
-  rule: number;
-}
 
 /** Comparison of a rule's gradient with finite differences of the forward function. */
 export interface Check {
   of: string;
+  /** Range of the points. */
+  low: number;
+  high: number;
   compared: number;
   different: number;
+  /** Largest difference, relative to dy, and to the slope where that is larger than 1. */
   largest: number;
   /** x, the upstream gradient, the rule's gradient and the expected one at the largest difference. */
   worst: { x: number; dy: number; rule: number; expected: number };
-  kinks: Kink[];
+  /** Kinks and jumps of the forward function, with the rule's gradient for dy = 1. */
+  kinks: { x: number; rule: number }[];
 }
 
-const POINTS = 241;
+const POINTS = 1000;
 const STEP = 1e-4;
 const TOLERANCE = 1e-5;
 
 /**
  * Compares a rule with central differences in float64, extrapolated from two steps.
  *
+ * Points and upstream gradients are spread unevenly, so that a rule which is wrong for some sizes of dy, or between the points of
+ * a grid, differs at some of them. An error in an interval shorter than a thousandth of the range may be missed.
+ *
+ * @param target A rule and an op that treat each element on its own.
  * @returns undefined if there is no forward function.
- * @throws Error if the rule or the op uses several elements at once, or if the op does not support float64.
+ * @throws Error if the op does not support float64.
  */
-export async function checkGradient(target: Target, signal: AbortSignal): Promise<Check | undefined> {
-  const { setup } = target;
-  if ((!setup.opType && !setup.isStep) || setup.overDy) return undefined;
-  await requireElementwise(target, signal);
-  const x = grid(setup.low, setup.high, POINTS);
+export async function checkGradient(target: Target, breaks: Breaks, signal: AbortSignal): Promise<Check | undefined> {
+  const { opType, isStep, low, high } = target.setup;
+  if (!opType && !isStep) return undefined;
+  const x = Array.from(
+    { length: POINTS },
+    (_, i) => low + ((high - low) * (i + 0.1 + 0.8 * spread(i, 0.7548776662))) / POINTS,
+  );
+  const dy = x.map((_, i) => (i % 2 ? -1 : 1) * 10 ** (6 * spread(i, 0.6180339887) - 3));
   const steps = x.map((value) => STEP * Math.max(1, Math.abs(value)));
   const offsets = [-1, -0.5, 0, 0.5, 1];
   const positions = offsets.flatMap((offset) => x.map((value, index) => value + offset * steps[index]!));
-  const ones = (list: number[]) => list.map(() => 1);
-  // Both signs and many sizes: a rule may be right for dy = 1 only, as guided backpropagation is.
-  const dy = x.map((_, index) => (index % 2 ? -1 : 1) * (0.5 + ((index * 0.618) % 1)));
-  const [forward, dx, dxAtOne] = await Promise.all([
-    setup.isStep
-      ? positions.map((value) => (value > 0 ? 1 : 0))
-      : sampleOwn(target, positions, ones(positions), "float64", signal).then(({ y }) => y),
+  const [values, dx, dxAtKinks] = await Promise.all([
+    sampleForward(target, positions, signal),
     sampleGradient(target, x, dy, "float64", signal),
-    sampleGradient(target, x, ones(x), "float64", signal),
+    breaks.op.length
+      ? sampleGradient(
+          target,
+          breaks.op,
+          breaks.op.map(() => 1),
+          "float64",
+          signal,
+        )
+      : [],
   ]);
-  const at = (offset: number, index: number) => forward[offsets.indexOf(offset) * POINTS + index]!;
   const found: Check = {
-    of: forwardText(setup),
+    of: forwardText(target.setup),
+    low,
+    high,
     compared: 0,
     different: 0,
     largest: 0,
     worst: { x: NaN, dy: NaN, rule: NaN, expected: NaN },
-    kinks: [],
+    kinks: breaks.op.map((at, index) => ({ x: at, rule: dxAtKinks[index]! })),
   };
   x.forEach((value, index) => {
-    const h = steps[index]!;
-    const [far, near] = [1, 0.5].map((share) => ({
-      left: (at(0, index) - at(-share, index)) / (share * h),
-      right: (at(share, index) - at(0, index)) / (share * h),
-    })) as [Sides, Sides];
-    // The difference of the slopes on both sides halves with the step where the function is smooth, but not at a kink or a jump.
-    const gap = Math.abs(near.right - near.left);
-    const isKink = gap > 1e-6 && gap > 0.75 * Math.abs(far.right - far.left);
-    // At a jump through the middle, as of Sign at 0, both slopes are equal and double when the step halves.
-    const isJump = Math.abs(near.left) > 1 && Math.abs(near.left) > 1.5 * Math.abs(far.left);
-    if (isKink || isJump) {
-      found.kinks.push({ x: value, ...near, rule: dxAtOne[index]! });
-      return;
-    }
-    const wide = (far.left + far.right) / 2;
-    const narrow = (near.left + near.right) / 2;
-    const expected = (dy[index]! * (4 * narrow - wide)) / 3;
-    if (!Number.isFinite(expected)) return;
+    const slope = slopeOf(
+      offsets.map((_, offset) => values[offset * POINTS + index]!),
+      steps[index]!,
+    );
+    if (!slope) return;
     found.compared += 1;
+    const size = Math.abs(dy[index]!);
     const rule = dx[index]!;
-    const difference = Number.isFinite(rule) ? Math.abs(rule - expected) : Infinity;
-    if (difference > TOLERANCE * Math.max(1, Math.abs(expected)) + Math.abs(dy[index]! * (narrow - wide)))
-      found.different += 1;
+    const expected = dy[index]! * slope.value;
+    const difference = Number.isFinite(rule)
+      ? Math.abs(rule - expected) / (size * Math.max(1, Math.abs(slope.value)))
+      : Infinity;
+    if (difference > TOLERANCE + slope.error) found.different += 1;
     if (!(difference < found.largest)) {
       found.largest = difference;
       found.worst = { x: value, dy: dy[index]!, rule, expected };
@@ -89,28 +88,32 @@ export async function checkGradient(target: Target, signal: AbortSignal): Promis
   return found;
 }
 
-interface Sides {
-  left: number;
-  right: number;
+/** Returns the slope in the middle of five values; undefined at a kink or a jump, and where values are not finite. */
+function slopeOf(values: number[], step: number): { value: number; error: number } | undefined {
+  const [v0, v1, v2, v3, v4] = values as [number, number, number, number, number];
+  const far = { left: (v2 - v0) / step, right: (v4 - v2) / step };
+  const near = { left: (v2 - v1) / (step / 2), right: (v3 - v2) / (step / 2) };
+  // The difference of the slopes on both sides halves with the step where the function is smooth, but not at a kink or a jump.
+  const gap = Math.abs(near.right - near.left);
+  if (gap > 1e-6 && gap > 0.75 * Math.abs(far.right - far.left)) return undefined;
+  // At a jump through the middle, as of Sign at 0, both slopes are equal and double when the step halves.
+  if (Math.abs(near.left) > 1 && Math.abs(near.left) > 1.5 * Math.abs(far.left)) return undefined;
+  const wide = (far.left + far.right) / 2;
+  const narrow = (near.left + near.right) / 2;
+  const value = (4 * narrow - wide) / 3;
+  return Number.isFinite(value) ? { value, error: Math.abs(narrow - wide) } : undefined;
 }
 
-async function requireElementwise(target: Target, signal: AbortSignal): Promise<void> {
-  const x = grid(target.setup.low, target.setup.high, 8).slice(1, 7);
-  const other = x.map((value, index) =>
-    index % 2 ? target.setup.low + 0.37 * (target.setup.high - target.setup.low) : value,
-  );
-  const ones = x.map(() => 1);
-  const [first, second] = await Promise.all(
-    [x, other].map((values) => sampleRows(target, values, ones, "float32", signal)),
-  );
-  const even = (list: number[] | undefined) => (list ?? []).filter((_, index) => index % 2 === 0);
-  if (!same(even(first!.dx), even(second!.dx)) || !same(even(first!.y), even(second!.y))) {
-    throw new Error("The rule or the op uses several elements at once, so it cannot be compared number by number.");
-  }
+/** Returns numbers between 0 and 1 that fill it evenly in no order: fractions of multiples of an irrational number. */
+function spread(index: number, irrational: number): number {
+  return (index * irrational) % 1;
 }
 
-/** Numbers at which rules often differ, and numbers that are not finite. */
-export const SPECIAL = [-1, 0, 1, Infinity, -Infinity, NaN];
+/** Numbers at which rules often differ. */
+const FINITE = [-1, 0, 1];
+const NOT_FINITE = [Infinity, -Infinity, NaN];
+/** Kinks that are shown; rounding has many. */
+const MOST_KINKS = 12;
 
 /** The rule's gradient, and the op's output and own gradient, at one special number, for dy = 1. */
 export interface SpecialValue {
@@ -120,15 +123,21 @@ export interface SpecialValue {
   own?: number;
 }
 
-/** Runs the rule on special numbers. */
-export async function sampleSpecial(sampler: PointSampler, signal: AbortSignal): Promise<SpecialValue[]> {
+/** Runs the rule at its kinks, at those of the op, and on special numbers. */
+export async function sampleSpecial(
+  sampler: PointSampler,
+  breaks: Breaks,
+  signal: AbortSignal,
+): Promise<SpecialValue[]> {
   const overDy = sampler.target.setup.overDy;
+  const kinks = [...breaks.op, ...breaks.rule].sort((a, b) => Math.abs(a) - Math.abs(b)).slice(0, MOST_KINKS);
+  const numbers = [...[...new Set([...FINITE, ...kinks])].sort((a, b) => a - b), ...NOT_FINITE];
   const found = await sampler.at(
-    SPECIAL.map((value) => (overDy ? 1 : value)),
-    SPECIAL.map((value) => (overDy ? value : 1)),
+    numbers.map((value) => (overDy ? 1 : value)),
+    numbers.map((value) => (overDy ? value : 1)),
     signal,
   );
-  return SPECIAL.map((x, index) => ({
+  return numbers.map((x, index) => ({
     x,
     dx: found.dx[index]!,
     ...(found.y ? { y: found.y[index]!, own: found.own![index]! } : {}),

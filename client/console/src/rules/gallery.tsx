@@ -1,4 +1,4 @@
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { call } from "../api/client";
 import { useLoad } from "../api/load";
 import type { Rule, RuleKind } from "../api/types";
@@ -14,6 +14,9 @@ const KINDS: { value: string; label: string; kinds: RuleKind[] }[] = [
   { value: "builtin", label: "Built-in", kinds: ["RULE_KIND_BUILTIN"] },
   { value: "op", label: "TensorFlow ops", kinds: ["RULE_KIND_OP"] },
 ];
+
+/** Cards of a section that are shown at first, and that each click adds. */
+const SHOWN = 100;
 
 /** Page with all rules: curves, search and filters. */
 export function Gallery({ route }: { route: Route }) {
@@ -32,7 +35,6 @@ export function Gallery({ route }: { route: Route }) {
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   const found = (answer ?? []).filter((rule) => (!family || rule.family === family) && matches(rule, words));
   const families = [...new Set((answer ?? []).flatMap((rule) => rule.family ?? []))].sort(byFamily);
-  const sections = sectionsOf(found);
   return (
     <>
       <div class="page-head">
@@ -75,7 +77,7 @@ export function Gallery({ route }: { route: Route }) {
           </select>
         </label>
         <p class="filters-count small muted number" role="status">
-          {answer ? `${found.length} of ${answer.length} rules` : "…"}
+          {answer ? `${found.length.toLocaleString("en")} of ${answer.length.toLocaleString("en")} rules` : "…"}
         </p>
       </form>
       <p class="legend small">
@@ -96,19 +98,37 @@ export function Gallery({ route }: { route: Route }) {
           )}
         </Empty>
       )}
-      {sections.map(({ title, purpose, rules }) => (
-        <section class="stack">
-          <h2>
-            {title} <span class="section-purpose muted">{purpose}</span>
-          </h2>
-          <div class="gallery">
-            {rules.map((rule) => (
-              <Card key={`${rule.kind} ${rule.name}`} rule={rule} />
-            ))}
-          </div>
-        </section>
+      {sectionsOf(found).map((section) => (
+        // Another search starts with few cards again.
+        <SectionOfRules key={`${section.title} ${route.query}`} section={section} />
       ))}
     </>
+  );
+}
+
+function SectionOfRules({ section: { title, purpose, rules } }: { section: Section }) {
+  const [shown, setShown] = useState(SHOWN);
+  return (
+    <section class="stack">
+      <h2>
+        {title} <span class="section-purpose muted">{purpose}</span>
+      </h2>
+      <div class="gallery">
+        {rules.slice(0, shown).map((rule) => (
+          <Card key={`${rule.kind} ${rule.name}`} rule={rule} />
+        ))}
+      </div>
+      {rules.length > shown && (
+        <p class="row">
+          <button class="button" type="button" onClick={() => setShown(shown + SHOWN)}>
+            Show more
+          </button>
+          <span class="small muted number">
+            {shown.toLocaleString("en")} of {rules.length.toLocaleString("en")} are shown.
+          </span>
+        </p>
+      )}
+    </section>
   );
 }
 
@@ -134,7 +154,7 @@ function Card({ rule }: { rule: Rule }) {
         {rule.trueGradient && <span class="tag tag-good">true gradient</span>}
         {rule.kind === "RULE_KIND_USER" && <span class="tag">own</span>}
       </div>
-      <Thumbnail rule={rule} />
+      <Thumbnail key={rule.digest} rule={rule} />
       <div class="rule-card-foot">
         <code class="rule-card-formula" title={formulaOf(rule)}>
           {formulaOf(rule)}

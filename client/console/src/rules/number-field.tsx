@@ -5,11 +5,14 @@ export function NumberField({
   label,
   hidden,
   value,
+  isWrong = false,
   onChange,
 }: {
   label: string;
   hidden?: boolean;
   value: number;
+  /** The number does not fit to another field. */
+  isWrong?: boolean;
   onChange: (value: number) => void;
 }) {
   const [text, setText] = useState(textOf(value));
@@ -23,7 +26,7 @@ export function NumberField({
         inputMode="decimal"
         autocomplete="off"
         value={text}
-        aria-invalid={parseNumber(text) === undefined}
+        aria-invalid={isWrong || parseNumber(text) === undefined}
         onInput={(event) => {
           setText(event.currentTarget.value);
           const next = parseNumber(event.currentTarget.value);

@@ -1,4 +1,4 @@
-import { useEffect, useMemo, useState } from "preact/hooks";
+import { useMemo } from "preact/hooks";
 import { ApiError } from "../api/client";
 import { go, href, type Route } from "../router";
 import { CodeBlock } from "../ui/copy";
@@ -8,28 +8,28 @@ import { NumberField } from "./number-field";
 import { definitionOf, readState, stateLink, type PlaygroundState } from "./playground-state";
 import { snippetsOfDefinition } from "./rule-text";
 import type { Target } from "./sampling";
-import { setupOfOp, SETUPS, STEP, usesOnlyDy } from "./setups";
+import { NoSetupError, setupOfOp, SETUPS, STEP, usesOnlyDy, type Setup } from "./setups";
 import { CheckCard, CurveCard, SpecialCard, useStudy } from "./study";
 
-const OPS = Object.keys(SETUPS).filter((name) => name !== "@activation" && name !== STEP);
+const OPS = [...SETUPS.keys()].filter((name) => name !== "@activation" && name !== STEP);
 
-/** Page where somebody writes a rule and sees its curve at once. */
+/** Page where somebody writes a rule and sees its curve at once. The address holds what was typed. */
 export function Playground({ route }: { route: Route }) {
-  const [state, setState] = useState(() => readState(route.query));
-  const [range, setRange] = useState<{ low: number; high: number }>();
+  const state = useMemo(() => readState(route.query), [route]);
   const link = stateLink(state);
-  useEffect(() => go(link, { replace: true }), [link]);
-  const change = (part: Partial<PlaygroundState>) => setState((before) => ({ ...before, ...part }));
+  const change = (part: Partial<PlaygroundState>) => go(stateLink({ ...state, ...part }), { replace: true });
   const changeParam = (index: number, part: Partial<{ name: string; value: number }>) =>
     change({ params: state.params.map((param, at) => (at === index ? { ...param, ...part } : param)) });
 
   const definition = useMemo(() => definitionOf(state), [link]);
-  const target = useMemo(() => targetOf(state, range), [link, range]);
-  const study = useStudy(target, undefined, link + JSON.stringify(range ?? ""));
+  const setup = useMemo(() => setupOf(state), [link]);
+  const target = useMemo(() => targetOf(state, setup), [link]);
+  const study = useStudy(target, undefined, link);
+  const { low, high, others } = setup instanceof NoSetupError ? { low: -3, high: 3, others: [] } : setup;
+  const inputError = target instanceof Error ? target.message : undefined;
   const expressionError = errorOf(study.error);
   const missing = expressionError?.message.match(/^unknown name '([A-Za-z_]\w*)'/)?.[1];
-  const isOther = state.opType !== "" && !(state.opType in SETUPS);
-  const others = target?.setup.others ?? [];
+  const isOther = state.opType !== "" && !SETUPS.has(state.opType);
   const changeOther = (index: number, value: number) =>
     change({ others: others.map((other, at) => (at === index ? value : other)) });
   const snippets = snippetsOfDefinition(definition, state.opType);
@@ -43,7 +43,10 @@ export function Playground({ route }: { route: Route }) {
           <h1>Playground</h1>
           <p class="muted">Type a rule. The server runs it as you type; nothing is stored.</p>
         </div>
-        <CreateRule definition={definition} disabled={study.error !== undefined || study.busy || !target} />
+        <CreateRule
+          definition={definition}
+          disabled={study.error !== undefined || study.busy || !target || target instanceof Error}
+        />
       </div>
       <section class="card stack" aria-label="Rule">
         <ExpressionField
@@ -57,29 +60,28 @@ export function Playground({ route }: { route: Route }) {
               <span>Op</span>
               <select
                 class="select"
-                value={isOther ? "other" : state.opType}
-                onChange={(event) => {
-                  change({ opType: event.currentTarget.value, others: [] });
-                  setRange(undefined);
-                }}
+                value={state.opType}
+                onChange={(event) => change({ opType: event.currentTarget.value, others: [], range: undefined })}
               >
                 <option value="">None</option>
                 <option value={STEP}>Step: x &gt; 0</option>
                 {OPS.map((name) => (
                   <option value={name}>{name}</option>
                 ))}
-                {isOther && <option value="other">{state.opType}</option>}
+                {!["", STEP, ...OPS].includes(state.opType) && <option value={state.opType}>{state.opType}</option>}
               </select>
             </label>
             <NumberField
               label="x from"
-              value={target?.setup.low ?? -3}
-              onChange={(low) => setRange({ low, high: target?.setup.high ?? 3 })}
+              value={low}
+              isWrong={target instanceof RangeError}
+              onChange={(next) => change({ range: { low: next, high } })}
             />
             <NumberField
               label="to"
-              value={target?.setup.high ?? 3}
-              onChange={(high) => setRange({ low: target?.setup.low ?? -3, high })}
+              value={high}
+              isWrong={target instanceof RangeError}
+              onChange={(next) => change({ range: { low, high: next } })}
             />
             {others.map((value, index) => (
               <NumberField
@@ -94,6 +96,9 @@ export function Playground({ route }: { route: Route }) {
                 Add input x{others.length + 1}
               </button>
             )}
+            <p class="field-error playground-problem" role="status">
+              {inputError}
+            </p>
           </div>
           <fieldset class="params">
             <legend class="small">Params</legend>
@@ -151,7 +156,7 @@ export function Playground({ route }: { route: Route }) {
       </section>
       <div class="columns">
         <div class="stack">
-          <CurveCard state={study} showError={!expressionError} />
+          <CurveCard state={study} showError={!expressionError && !inputError} />
           <SpecialCard state={study} />
         </div>
         <div class="stack">
@@ -169,14 +174,23 @@ export function Playground({ route }: { route: Route }) {
   );
 }
 
-function targetOf(state: PlaygroundState, range: { low: number; high: number } | undefined): Target | undefined {
+/** Returns what to run; an error if there is no such op or range; undefined without an expression. */
+function targetOf(state: PlaygroundState, setup: Setup | NoSetupError): Target | Error | undefined {
   if (!state.expression.trim()) return undefined;
-  const setup = {
-    ...setupOfOp(state.opType, state.expression, state.others),
-    ...(range && range.low < range.high ? range : {}),
-  };
-  setup.overDy = (!state.opType || state.opType === "Identity") && usesOnlyDy(state.expression);
+  if (setup instanceof NoSetupError) return new Error(`Choose another op: ${setup.message}.`);
+  if (!Number.isFinite(setup.low) || !Number.isFinite(setup.high) || setup.low >= setup.high)
+    return new RangeError("The range must go from a number to a larger one.");
   return { source: { definition: definitionOf(state) }, setup, params: {} };
+}
+
+function setupOf({ expression, opType, others, range }: PlaygroundState): Setup | NoSetupError {
+  try {
+    const overDy = (!opType || opType === "Identity") && usesOnlyDy(expression);
+    return { ...setupOfOp(opType, expression, others), ...range, overDy };
+  } catch (error) {
+    if (error instanceof NoSetupError) return error;
+    throw error;
+  }
 }
 
 /** Returns the error of the expression itself; undefined for errors of the connection, the op or the params. */

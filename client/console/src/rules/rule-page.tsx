@@ -6,6 +6,7 @@ import { go, href } from "../router";
 import { CodeBlock, CopyMenu } from "../ui/copy";
 import { DeleteButton } from "../ui/confirm";
 import { Prose } from "../ui/prose";
+import { ServerText } from "../ui/server-text";
 import { Empty, ErrorBox, Loading } from "../ui/states";
 import { copyItems } from "./gallery";
 import { NumberField } from "./number-field";
@@ -181,10 +182,14 @@ function Params({
                 </>
               )}
               {param.defaultValue === undefined ? "Required" : `Default ${defaultText(param)}`}
-              {param.range && `, ${param.range}`}
+              {param.range && (
+                <>
+                  , <ServerText text={param.range} />
+                </>
+              )}
             </p>
           </div>
-          {values[param.name] !== undefined && (
+          {Object.hasOwn(values, param.name) && (
             <NumberField
               label={param.name}
               hidden
@@ -200,9 +205,9 @@ function Params({
 
 function Facts({ rule }: { rule: Rule }) {
   const facts: [string, preact.ComponentChildren][] = [
-    ["For", rule.opTypes?.length ? rule.opTypes.join(", ") : "any op"],
+    ["For", <ServerText text={rule.opTypes?.join(", ") || "any op"} />],
     ["Source", rule.reference ? <Prose text={rule.reference} /> : undefined],
-    ["Aliases", rule.aliases?.join(", ")],
+    ["Aliases", rule.aliases?.length ? <ServerText text={rule.aliases.join(", ")} /> : undefined],
     [
       "Per sample",
       rule.perSample === undefined

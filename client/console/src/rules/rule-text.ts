@@ -55,7 +55,7 @@ export function snippetsOf(rule: Rule): Snippets {
   const name = ruleName(rule);
   const opType = rule.kind === "RULE_KIND_OP" ? "YourOp" : (rule.opTypes?.[0] ?? "Identity");
   const missing = (rule.definition?.params ?? []).filter((param) => param.defaultValue === undefined);
-  const params = Object.fromEntries(missing.map((param) => [param.name, EXAMPLE_PARAMS[param.name] ?? 1]));
+  const params = Object.fromEntries(missing.map((param) => [param.name, EXAMPLE_PARAMS.get(param.name) ?? 1]));
   const selector = opType === "@linear" ? { layer: opType } : { opType };
   return {
     python: pythonOverride(opType, `"${name}"`, params),

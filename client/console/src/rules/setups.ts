@@ -27,6 +27,11 @@ const MAX_INPUTS = 9;
 
 const DEFAULT: Setup = { forward: "", others: [], low: -3, high: 3 };
 
+/** Names of ops and params come from users: an object would find `constructor`. */
+function mapOf<Value>(entries: Record<string, Value>): ReadonlyMap<string, Value> {
+  return new Map(Object.entries(entries));
+}
+
 function unary(low: number, high: number, ...opTypes: string[]): Record<string, Setup> {
   return Object.fromEntries(
     opTypes.map((name) => [name, { opType: name, forward: `${name}(x)`, others: [], low, high }]),
@@ -41,7 +46,7 @@ function nary(opType: string, forward: string, ...others: number[]): Record<stri
 export const STEP = "@step";
 
 /** Ops that map one number to one number; groups are represented by one of their ops. The same as in `gradrule rules plot`. */
-export const SETUPS: Readonly<Record<string, Setup>> = {
+export const SETUPS: ReadonlyMap<string, Setup> = mapOf({
   [STEP]: { ...DEFAULT, forward: "x > 0", isStep: true },
   ...unary(
     -3,
@@ -72,19 +77,19 @@ export const SETUPS: Readonly<Record<string, Setup>> = {
   ...nary("DivNoNan", "DivNoNan(x, x1)", 2),
   ...nary("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVars(x, x1, x2)", -1, 1),
   "@activation": { ...DEFAULT, opType: "Relu", forward: "Relu(x)" },
-};
+});
 
-const WITHOUT_SETUP: Readonly<Record<string, string>> = {
+const WITHOUT_SETUP: ReadonlyMap<string, string> = mapOf({
   "@linear": "it is for layers with weights",
   "@sum": "it distributes dy among the inputs of a sum or a pool",
   MaxPool: "a pool reads several numbers at once",
   SelfAdjointEigV2: "its input is a matrix",
-};
+});
 
 /** Example values for params of builtin rules that have no default. */
-export const EXAMPLE_PARAMS: Readonly<Record<string, number>> = {
+export const EXAMPLE_PARAMS: ReadonlyMap<string, number> = mapOf({
   ...{ seed: 0, step: 0, lo: -1, hi: 1, low: -1, high: 1, factor: 0.5, mask: 1, levels: 2, qn: -2, qp: 1 },
-};
+});
 
 /**
  * Returns the setup of an op type.
@@ -92,11 +97,11 @@ export const EXAMPLE_PARAMS: Readonly<Record<string, number>> = {
  * @param opType Empty: the expression runs alone.
  * @param expression Its variables tell the number of inputs, unless the op is known.
  * @param given Values of further inputs, `x1` first; missing ones have an example value. An op that is not known has at least these.
+ * @throws NoSetupError if the group has no op of one number.
  */
 export function setupOfOp(opType: string, expression: string, given: readonly number[]): Setup {
-  if (opType.startsWith("@") && !(opType in SETUPS))
-    throw new NoSetupError(`no op of ${opType} maps one number to one number`);
-  const known = SETUPS[opType];
+  const known = SETUPS.get(opType);
+  if (!known && opType.startsWith("@")) throw new NoSetupError(`no op of ${opType} maps one number to one number`);
   if (known) return { ...known, others: known.others.map((value, index) => given[index] ?? value) };
   const count = Math.max(furtherInputs(expression), opType ? given.length : 0);
   const others = Array.from({ length: count }, (_, index) => given[index] ?? 1);
@@ -122,15 +127,15 @@ export function forwardText({ forward, others }: Setup): string {
 export function setupOfRule(rule: Rule): Setup {
   const name = ruleName(rule);
   if (rule.kind === "RULE_KIND_OP") {
-    const setup = SETUPS[name];
+    const setup = SETUPS.get(name);
     if (!setup) throw new NoSetupError("open the playground to run it with inputs of your own");
     return setup;
   }
   const opTypes = rule.opTypes ?? [];
-  const known = opTypes.find((opType) => opType in SETUPS);
-  if (known) return { ...SETUPS[known]!, overDy: known === "Identity" && needsOnlyDy(rule) };
+  const known = opTypes.find((opType) => SETUPS.has(opType));
+  if (known) return { ...SETUPS.get(known)!, overDy: known === "Identity" && needsOnlyDy(rule) };
   const first = opTypes[0];
-  if (first) throw new NoSetupError(WITHOUT_SETUP[first] ?? `it is for ${first}`);
+  if (first) throw new NoSetupError(WITHOUT_SETUP.get(first) ?? `it is for ${first}`);
   if (name === "lsq") return { ...DEFAULT, others: [0.5] };
   const expression = rule.definition?.expression ?? "";
   if (/\b(y|default)\d*\b/.test(expression))

@@ -3,6 +3,7 @@ import { isAbort } from "../api/client";
 import { numberText } from "../api/numbers";
 import { Plot, type PlotLine } from "../ui/plot";
 import { ErrorBox, Loading, problemOf } from "../ui/states";
+import { isElementwise, sampleBreaks, type Breaks } from "./breaks";
 import { checkGradient, sampleSpecial, type Check, type SpecialValue } from "./check";
 import { PointSampler, sampleCurve, type Curve, type Target } from "./sampling";
 import { forwardText } from "./setups";
@@ -30,15 +31,15 @@ const DELAY_MS = 200;
 /**
  * Samples a rule, and again when the target changes.
  *
- * @param target The rule; undefined: nothing to run yet.
+ * @param target The rule; an error if the input describes none; undefined: nothing to run yet.
  * @param perSample The registry's word on whether examples are independent; undefined: find out.
  * @param key Text that changes with the target.
  */
-export function useStudy(target: Target | undefined, perSample: boolean | undefined, key: string): StudyState {
+export function useStudy(target: Target | Error | undefined, perSample: boolean | undefined, key: string): StudyState {
   const [state, setState] = useState<StudyState>({ busy: true });
   useEffect(() => {
-    if (!target) {
-      setState({ busy: false });
+    if (!target || target instanceof Error) {
+      setState((before) => (target ? { ...before, error: target, busy: false } : { busy: false }));
       return undefined;
     }
     const cancel = new AbortController();
@@ -71,14 +72,27 @@ async function run(
     study = { ...study, ...part };
     show(study, true);
   };
+  const breaks = await breaksOrReason(target, signal);
+  const none: Breaks = { op: [], rule: [] };
   await Promise.all([
-    sampleSpecial(sampler, signal).then((special) => add({ special })),
-    checkGradient(target, signal).then(
-      (check) => check && add({ check }),
-      (error: unknown) => add({ notChecked: problemOf(error).detail }),
-    ),
+    sampleSpecial(sampler, typeof breaks === "string" ? none : breaks, signal).then((special) => add({ special })),
+    typeof breaks === "string"
+      ? add({ notChecked: breaks })
+      : checkGradient(target, breaks, signal).then((check) => check && add({ check })),
   ]);
   show(study, false);
+}
+
+/** Returns the kinks and jumps, or why they, and so the gradient, cannot be found out. */
+async function breaksOrReason(target: Target, signal: AbortSignal): Promise<Breaks | string> {
+  try {
+    if (await isElementwise(target, signal)) return await sampleBreaks(target, signal);
+    return "The rule or the op uses several elements at once, so it cannot be compared number by number.";
+  } catch (error) {
+    // Not every op supports float64.
+    if (isAbort(error)) throw error;
+    return problemOf(error).detail;
+  }
 }
 
 /** Curve of a study, or the error of the current input. */
@@ -103,7 +117,7 @@ export function CurveCard({ state, showError = true }: { state: StudyState; show
           {error === undefined && state.busy ? (
             <Loading what="the curve" lines={6} />
           ) : showError ? null : (
-            <p class="muted">The curve appears when the expression is right.</p>
+            <p class="muted">The curve appears when the input is right.</p>
           )}
         </div>
       )}
@@ -123,13 +137,19 @@ function linesOf({ curve, target }: Study): PlotLine[] {
   });
   // Over the rule, so that both are seen where they are equal.
   if (curve.own)
-    lines.push({ label: "its own gradient", values: curve.own, colour: "--curve-2", width: 2, dash: [6, 5] });
+    lines.push({
+      label: `gradient of ${target.setup.opType ?? forward}`,
+      values: curve.own,
+      colour: "--curve-2",
+      width: 2,
+      dash: [6, 5],
+    });
   if (curve.opposite)
     lines.push({ label: "rule, dy = −1", values: curve.opposite, colour: "--curve-4", width: 1.5, dash: [2, 3] });
   return lines;
 }
 
-/** Table of the values at -1, 0, 1 and at numbers that are not finite. */
+/** Table of the values at kinks, at -1, 0, 1, and at numbers that are not finite. */
 export function SpecialCard({ state }: { state: StudyState }) {
   const values = state.study?.special;
   const axis = state.study?.curve.axis ?? "x";
@@ -162,9 +182,13 @@ export function SpecialCard({ state }: { state: StudyState }) {
           <tbody>
             {(values ?? Array.from({ length: 6 }, () => undefined)).map((value) => (
               <tr>
-                <th scope="row" class="number">
-                  {value ? numberText(value.x) : "\u00a0"}
-                </th>
+                {value ? (
+                  <th scope="row" class="number">
+                    {numberText(value.x)}
+                  </th>
+                ) : (
+                  <td>{"\u00a0"}</td>
+                )}
                 {hasOp && <Value value={value?.y} />}
                 {hasOp && <Value value={value?.own} />}
                 <Value value={value?.dx} />
@@ -219,25 +243,26 @@ export function CheckCard({
 
 function Verdict({ check, isTrueGradient }: { check: Check; isTrueGradient: boolean | undefined }) {
   const holds = check.different === 0;
+  const points = check.compared.toLocaleString("en");
   return (
     <>
       <p>
         {holds ? (
-          <span class="tag tag-good">True gradient</span>
+          <span class="tag tag-good">Equal</span>
         ) : (
-          <span class={isTrueGradient ? "tag tag-bad" : "tag"}>
-            {isTrueGradient ? "Wrong" : "Not the true gradient"}
-          </span>
+          <span class={isTrueGradient ? "tag tag-bad" : "tag"}>{isTrueGradient ? "Wrong" : "Different"}</span>
         )}{" "}
         {holds ? (
           <>
-            The rule equals central differences of <code>{check.of}</code> at all {check.compared} points. Largest
-            difference: {numberText(check.largest, 2)}.
+            The rule equals central differences of <code>{check.of}</code> at {points} points from{" "}
+            {numberText(check.low)} to {numberText(check.high)}. The largest difference is{" "}
+            {numberText(check.largest, 2)} × dy.
           </>
         ) : (
           <>
-            The rule differs from central differences of <code>{check.of}</code> at {check.different} of{" "}
-            {check.compared} points. A surrogate gradient does so on purpose.
+            The rule differs from central differences of <code>{check.of}</code> at{" "}
+            {check.different.toLocaleString("en")} of {points} points from {numberText(check.low)} to{" "}
+            {numberText(check.high)}. A surrogate gradient does so on purpose.
           </>
         )}
       </p>
@@ -253,10 +278,11 @@ function Verdict({ check, isTrueGradient }: { check: Check; isTrueGradient: bool
           <dd>{numberText(check.worst.expected)}</dd>
         </dl>
       )}
+      <p class="small muted">Upstream gradients have both signs and sizes from 0.001 to 1000.</p>
       {check.kinks.length > 0 && (
         <p class="small muted">
-          Skipped {check.kinks.length === 1 ? "a kink or jump" : `${check.kinks.length} kinks or jumps`} of{" "}
-          <code>{check.of}</code>, where the rule gives:{" "}
+          Not compared: {check.kinks.length === 1 ? "a kink or jump" : `${check.kinks.length} kinks or jumps`} of{" "}
+          <code>{check.of}</code>, where the rule gives{" "}
           {check.kinks
             .slice(0, 6)
             .map((kink) => `${numberText(kink.rule, 3)} at ${numberText(kink.x, 3)}`)

@@ -1,6 +1,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { isAbort } from "../api/client";
 import { numberText } from "../api/numbers";
+import { answersOfToken } from "../api/token";
 import type { Rule } from "../api/types";
 import { problemOf } from "../ui/states";
 import { defaultOf, ruleName } from "./rule-text";
@@ -12,27 +13,28 @@ const WIDTH = 240;
 const HEIGHT = 120;
 const LEFT = 30;
 
-// Curves stay when the gallery is opened again. A rule's digest changes with its content.
-const curves = new Map<string, Curve | string>();
+// Curves stay when the gallery is opened again. A rule's digest changes with its content. Errors of calls do not stay.
+const curves = answersOfToken<Curve | NoSetupError>();
 
 /** Small curve of a rule's gradient; it is sampled when it is first seen. */
 export function Thumbnail({ rule }: { rule: Rule }) {
   const key = `${rule.name} ${rule.digest ?? ""}`;
-  const [curve, setCurve] = useState<Curve | string | undefined>(curves.get(key));
+  const [drawn, setDrawn] = useState<Curve | Error | undefined>(curves.get(key));
+  const [attempt, setAttempt] = useState(0);
   const frame = useRef<HTMLDivElement>(null);
   useEffect(() => {
-    if (curve !== undefined) return undefined;
+    if (drawn !== undefined) return undefined;
     const cancel = new AbortController();
     const seen = new IntersectionObserver(
       (entries) => {
         if (!entries.some((entry) => entry.isIntersecting)) return;
         seen.disconnect();
-        curveOrReason(rule, cancel.signal).then(
-          (found) => {
-            curves.set(key, found);
-            setCurve(found);
+        draw(rule, cancel.signal).then(
+          (curve) => {
+            curves.set(key, curve);
+            setDrawn(curve);
           },
-          () => undefined, // Cancelled.
+          (error: unknown) => isAbort(error) || setDrawn(error as Error),
         );
       },
       { rootMargin: "200px" },
@@ -42,15 +44,26 @@ export function Thumbnail({ rule }: { rule: Rule }) {
       seen.disconnect();
       cancel.abort();
     };
-  }, [key]);
+  }, [key, attempt]);
+  const retry = () => {
+    setDrawn(undefined);
+    setAttempt(attempt + 1);
+  };
   return (
     <div ref={frame} class="thumbnail">
-      {typeof curve === "object" ? (
-        <CurveImage curve={curve} name={ruleName(rule)} />
-      ) : curve === undefined ? (
+      {drawn === undefined ? (
         <div class="loading-line" aria-hidden="true" />
+      ) : drawn instanceof Error ? (
+        <div class="thumbnail-text small muted">
+          <p>No curve: {drawn instanceof NoSetupError ? drawn.message : problemOf(drawn).detail}</p>
+          {!(drawn instanceof NoSetupError) && (
+            <button class="button button-small" type="button" onClick={retry}>
+              Try again
+            </button>
+          )}
+        </div>
       ) : (
-        <p class="small muted">No curve: {curve}</p>
+        <CurveImage curve={drawn} name={ruleName(rule)} />
       )}
     </div>
   );
@@ -65,7 +78,7 @@ export function exampleParams(rule: Rule): Record<string, number> {
       if (value !== undefined) found[param.name] = value;
       continue;
     }
-    const example = EXAMPLE_PARAMS[param.name];
+    const example = EXAMPLE_PARAMS.get(param.name);
     if (example === undefined || rule.kind !== "RULE_KIND_BUILTIN")
       throw new NoSetupError(`the param ${param.name} has no default`);
     found[param.name] = example;
@@ -73,14 +86,15 @@ export function exampleParams(rule: Rule): Record<string, number> {
   return found;
 }
 
-async function curveOrReason(rule: Rule, signal: AbortSignal): Promise<Curve | string> {
+/** Returns the curve of a rule, or why it can have none. */
+async function draw(rule: Rule, signal: AbortSignal): Promise<Curve | NoSetupError> {
   try {
     const setup = setupOfRule(rule);
     const target = { source: { name: ruleName(rule) }, setup, params: exampleParams(rule) };
     return await sampleCurve(new PointSampler(target, rule.perSample), POINTS, signal);
   } catch (error) {
-    if (isAbort(error)) throw error;
-    return error instanceof NoSetupError ? error.message : problemOf(error).detail;
+    if (error instanceof NoSetupError) return error;
+    throw error;
   }
 }
 

@@ -35,7 +35,7 @@ export function ServerPage(_props: { route: Route }) {
       </div>
       {error !== undefined && <StatusError error={error} retry={retry} />}
       {status ? (
-        <Details status={status} history={history} />
+        <Details status={status} history={history} isOld={error !== undefined} />
       ) : (
         error === undefined && <Loading what="the state of the server" lines={9} />
       )}
@@ -55,16 +55,23 @@ function StatusError({ error, retry }: { error: unknown; retry: () => void }) {
   return <ErrorBox error={error} retry={retry} />;
 }
 
-function Details({ status, history }: { status: ServerStatus; history: Sample[] }) {
+function Details({ status, history, isOld }: { status: ServerStatus; history: Sample[]; isOld: boolean }) {
   const last = history.at(-1)!;
   const workers = status.compileWorkers ?? {};
   const x = history.map((sample) => Number((sample.at - last.at).toFixed(1)));
-  const line = (name: keyof Sample) => history.map((sample) => sample[name]);
+  const line = (name: "running" | "waiting" | "roundTrip") => history.map((sample) => sample[name]);
   return (
-    <>
+    <div class={isOld ? "status status-old" : "status"}>
+      {isOld && <p>This was the state at {last.answered.toLocaleTimeString()}.</p>}
       <dl class="tiles">
         <Tile name="State">
-          {status.ready ? <span class="tag tag-good">ready</span> : <span class="tag tag-bad">no engine is ready</span>}
+          {isOld ? (
+            <span class="tag">unknown</span>
+          ) : status.ready ? (
+            <span class="tag tag-good">ready</span>
+          ) : (
+            <span class="tag tag-bad">no engine is ready</span>
+          )}
         </Tile>
         <Tile name="Requests">
           <UsageBar usage={status.requests} name="requests" />
@@ -110,7 +117,7 @@ function Details({ status, history }: { status: ServerStatus; history: Sample[] 
         <Caches caches={status.caches ?? []} />
       </div>
       <Tenants status={status} />
-    </>
+    </div>
   );
 }
 

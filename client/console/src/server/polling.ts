@@ -1,12 +1,12 @@
 import { useEffect, useState } from "preact/hooks";
 import { ApiError, call, isAbort } from "../api/client";
-import { useBearerToken } from "../api/token";
 import type { ServerStatus } from "../api/types";
 
 /** One answer of the server about itself. */
 export interface Sample {
   /** Seconds since the page was opened. */
   at: number;
+  answered: Date;
   requests: number;
   running: number;
   waiting: number;
@@ -15,6 +15,7 @@ export interface Sample {
 }
 
 export interface Polled {
+  /** The last answer; with an error, the one before it. */
   status?: ServerStatus;
   error?: unknown;
   history: Sample[];
@@ -26,7 +27,6 @@ const KEPT = 150;
 /** Asks for the status of the server every 2 s while the page is visible and not paused. */
 export function useStatus(paused: boolean, attempt: number): Polled {
   const [polled, setPolled] = useState<Polled>({ history: [] });
-  const token = useBearerToken();
   useEffect(() => {
     if (paused) return undefined;
     const cancel = new AbortController();
@@ -40,13 +40,15 @@ export function useStatus(paused: boolean, attempt: number): Polled {
         setPolled((before) => ({ status, history: [...before.history, sample].slice(-KEPT) }));
       } catch (error) {
         if (isAbort(error) || cancel.signal.aborted) return;
-        setPolled((before) => ({ ...before, error }));
-        // No later call would be answered differently: wait until somebody signs in or tries again.
+        // No later call would be answered differently: wait until somebody tries again.
         if (
           error instanceof ApiError &&
           ["PERMISSION_DENIED", "UNAUTHENTICATED", "UNIMPLEMENTED"].includes(error.problem.code ?? "")
-        )
+        ) {
+          setPolled({ error, history: [] });
           return;
+        }
+        setPolled((before) => ({ ...before, error }));
       }
       if (!cancel.signal.aborted && document.visibilityState === "visible")
         timer = setTimeout(() => void poll(), INTERVAL_MS);
@@ -59,7 +61,7 @@ export function useStatus(paused: boolean, attempt: number): Polled {
       clearTimeout(timer);
       document.removeEventListener("visibilitychange", visible);
     };
-  }, [paused, token, attempt]);
+  }, [paused, attempt]);
   return polled;
 }
 
@@ -68,6 +70,7 @@ function sampleOf(status: ServerStatus, start: number, roundTrip: number): Sampl
     (status.engines ?? []).reduce((total, engine) => total + (engine[name] ?? 0), 0);
   return {
     at: start / 1000,
+    answered: new Date(),
     requests: Number(status.requests?.used ?? 0),
     running: sum("running"),
     waiting: sum("waiting"),

@@ -13,10 +13,14 @@ export interface PlotLine {
   dash?: number[];
 }
 
+/** Shortest time that a live plot shows, so that it has an axis before its second value. */
+const LIVE_SECONDS = 20;
+
 /**
  * Draws lines over x, with a legend that shows the values at the cursor. The cursor follows the mouse or a slider.
  *
- * A `live` plot starts at 0, has no slider, and shows the last values without a cursor.
+ * A `live` plot is over time up to 0, in seconds. Its values start at 0; it has no slider, and shows the last values without a
+ * cursor.
  */
 export function Plot({
   x,
@@ -59,7 +63,10 @@ export function Plot({
         width: element.clientWidth,
         height,
         legend: { show: false },
-        scales: { x: { time: false }, y: live ? { range: (_, __, most) => [0, Math.max(1, most * 1.1)] } : {} },
+        scales: {
+          x: { time: false, ...(live ? { range: (_, least) => [Math.min(least, -LIVE_SECONDS), 0] } : {}) },
+          y: live ? { range: (_, __, most) => [0, Math.max(1, most * 1.1)] } : {},
+        },
         axes: [
           { ...axisStyle, label: axis, labelSize: 20, labelFont: "13px system-ui, sans-serif", size: 32 },
           { ...axisStyle, size: 52 },

@@ -1,3 +1,5 @@
+import { ServerText } from "./server-text";
+
 /** Shows a description of the server: text between backticks is code, and papers and addresses are links. */
 export function Prose({ text }: { text: string }) {
   const pieces = text.split("`");
@@ -12,10 +14,10 @@ function Links({ text }: { text: string }) {
       {text.split(LINK).map((piece, index) =>
         index % 2 ? (
           <a href={address(piece)} target="_blank" rel="noreferrer noopener">
-            {piece}
+            <ServerText text={piece} />
           </a>
         ) : (
-          piece
+          <ServerText text={piece} />
         ),
       )}
     </>

@@ -1,17 +1,19 @@
 import type { ComponentChildren } from "preact";
 import { ApiError, type Problem } from "../api/client";
+import { bearerToken } from "../api/token";
+import { ServerText } from "./server-text";
 import { openSignIn } from "./sign-in";
 
 /** Shows an error: what happened, which fields are wrong, and what to do. */
 export function ErrorBox({ error, retry }: { error: unknown; retry?: () => void }) {
   const problem = problemOf(error);
-  const help = HELP[problem.code ?? ""] ?? (problem.status === 0 ? undefined : HELP[String(problem.status)]);
+  const help = helpFor(problem.code);
   // The detail of a single violation is often the same text.
   const violations = (problem.violations ?? []).filter(({ description }) => description !== problem.detail);
   return (
     <div class="notice notice-error" role="alert">
       <p class="notice-title">
-        {help?.title ?? problem.title}
+        {help?.title ?? <ServerText text={problem.title} />}
         {problem.reason && <code class="tag">{problem.reason}</code>}
       </p>
       <p class="notice-text">{problem.detail}</p>
@@ -19,7 +21,7 @@ export function ErrorBox({ error, retry }: { error: unknown; retry?: () => void 
         <ul class="notice-text">
           {violations.map((violation) => (
             <li>
-              {violation.field && <code>{violation.field}</code>} {violation.description}
+              {violation.field && <code>{violation.field}</code>} <ServerText text={violation.description} />
             </li>
           ))}
         </ul>
@@ -69,10 +71,18 @@ export function problemOf(error: unknown): Problem {
   return { title: "Error in the console", status: 0, detail: error instanceof Error ? error.message : String(error) };
 }
 
-const HELP: Record<string, { title: string; text: string }> = {
-  UNAUTHENTICATED: { title: "This server asks for a token", text: "Sign in with a token that the server accepts." },
-  PERMISSION_DENIED: {
-    title: "This token has no access",
-    text: "Sign in with a token that may do this, such as an administrator’s.",
-  },
-};
+function helpFor(code: string | undefined): { title: string; text: string } | undefined {
+  if (code === "UNAUTHENTICATED") {
+    return {
+      title: bearerToken() ? "The server does not accept this token" : "This server asks for a token",
+      text: "Sign in with a token that the server accepts.",
+    };
+  }
+  if (code === "PERMISSION_DENIED") {
+    return {
+      title: "This token has no access",
+      text: "Sign in with a token that may do this, such as an administrator’s.",
+    };
+  }
+  return undefined;
+}

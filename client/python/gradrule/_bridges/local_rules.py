@@ -25,7 +25,7 @@ from gradrule.errors import (
     error_for_reason,
 )
 from gradrule_server import errors as server_errors
-from gradrule_server.rules import Param, RuleContent, RuleGraph, Signature
+from gradrule_server.rules import Param, RuleContent, RuleGraph, Signature, salt_for
 from gradrule_server.rules.catalogue import BUILTINS
 
 _COMPUTED_IN = {"float16": "float32", "bfloat16": "float32"}
@@ -52,7 +52,7 @@ class LocalRule:
         self.name = chosen if isinstance(chosen, str) else repr(chosen)
         self._content = _content(chosen, params)
         values = _checked(self.name, self._content.params, params)
-        self._params = {"salt": np.int64(0), **{f"param/{name}": value for name, value in values.items()}}
+        self._params = {f"param/{name}": value for name, value in values.items()}
         self._bound: dict[str, RuleGraph] = {}
 
     @property
@@ -60,9 +60,12 @@ class LocalRule:
         """Whether the rule has the op's own gradient as a variable."""
         return self._content.uses_default
 
-    def uses_output(self, dtype: str) -> bool:
-        """Returns whether the rule has the op's output as a variable."""
-        return "y0" in self._bound_for(_COMPUTED_IN.get(dtype, dtype)).inputs
+    def uses(self, variable: str, dtype: str) -> bool:
+        """Returns whether the rule has a variable, such as `y0`; False if the rule does not fit the type."""
+        try:
+            return variable in self._bound_for(_COMPUTED_IN.get(dtype, dtype)).inputs
+        except GradruleError:
+            return False
 
     def _bound_for(self, dtype: str) -> RuleGraph:
         bound = self._bound.get(dtype)
@@ -70,13 +73,14 @@ class LocalRule:
             bound = self._bound[dtype] = self._bind(dtype)
         return bound
 
-    def gradient(self, library: Library, dtype: str, values: Mapping[str, Any]) -> Any:
+    def gradient(self, library: Library, dtype: str, values: Mapping[str, Any], node: str | None = None) -> Any:
         """Returns the gradient of the input, of the type and shape of `x0`. 16-bit types are computed in float32.
 
         Args:
             library: The array library of the values.
             dtype: Name of their element type.
-            values: Arrays by variable: `x0`, `y0`, `dy0` and, if the rule uses it, `default0`.
+            values: Arrays by variable: `x0`, `dy0` and, if the rule uses them, `y0` and `default0`.
+            node: The name of the op; random rules draw other numbers for each.
 
         Raises:
             GradruleError: The rule does not fit an op with one input, or not this type.
@@ -84,7 +88,9 @@ class LocalRule:
         wide = _COMPUTED_IN.get(dtype, dtype)
         bound = self._bound_for(wide)
         given = values if wide == dtype else {name: library.cast(value, wide) for name, value in values.items()}
-        (found,) = run_rule_graph(library, bound.graph, bound.results, bound.inputs, {**given, **self._params})
+        salt = np.int64(0 if node is None else salt_for(node))
+        given = {**given, **self._params, "salt": salt}
+        (found,) = run_rule_graph(library, bound.graph, bound.results, bound.inputs, given)
         x = values["x0"]
         if tuple(found.shape) != tuple(x.shape):
             if found.shape:
@@ -96,6 +102,8 @@ class LocalRule:
         return found if wide == dtype else library.cast(found, dtype)
 
     def _bind(self, dtype: str) -> RuleGraph:
+        if dtype not in NUMBERS:
+            raise UnsupportedError(f"the rule {self.name} does not take {dtype}")
         number = NUMBERS[dtype]
         try:
             bound = self._content.bind(Signature((number,), (number,)))
@@ -131,7 +139,14 @@ def _checked(rule: str, declared: Sequence[Param], params: Params) -> dict[str, 
         if value is None:
             raise MissingParamError(f"the rule {rule} needs the param {param.name!r}: it has no default")
         is_tensor = hasattr(value, "detach")
-        numbers = np.asarray(value.detach().cpu() if is_tensor else value, np.float64)
+        # Params get no gradient.
+        value = value.detach() if is_tensor else value
+        try:
+            numbers = np.asarray(value.cpu() if is_tensor else value, np.float64)
+        except (TypeError, ValueError):
+            raise InvalidParamError(
+                f"the param {param.name!r} of the rule {rule} is a number or an array of numbers, not {value!r}"
+            ) from None
         outside = param.problem(numbers if numbers.shape else float(numbers))
         if outside is not None:
             raise InvalidParamError(outside)

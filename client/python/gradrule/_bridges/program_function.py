@@ -11,6 +11,7 @@ import numpy as np
 from gradrule._bridges.handle_release import release_with, wait_for_releases
 from gradrule._builder.names import bare, did_you_mean
 from gradrule._builder.specs import TensorSpec
+from gradrule._messages import rpc_calls
 from gradrule._messages.call_arguments import CallParams
 from gradrule._results.call_results import Sparse
 from gradrule._rpc.sync_client.forward import ForwardHandle
@@ -56,6 +57,7 @@ class ProgramFunction:
         self.program = Program(program._client, program.message)
         # Runs without upstream gradients are forward passes here, so notes about their gradients would be wrong.
         self.program._must_warn = False
+        self._must_warn = True
         self._params, self._timeout = params, timeout
         self.inputs: Mapping[str, TensorSpec] = program.inputs
         self._input_of = {self._tensor(name): name for name in self.inputs}
@@ -162,6 +164,7 @@ class ProgramFunction:
 
     def value_and_gradients(self, feeds: Values) -> tuple[Arrays, Arrays]:
         """Returns the ys, and the gradients of their sum by each x."""
+        self._warn_once()
         result = self.program.evaluate(feeds, params=self._params, timeout=self._timeout)
         return self._ys_of(result.outputs), self._dense(result.gradients, feeds)
 
@@ -223,7 +226,16 @@ class ProgramFunction:
     def _x_of(self, name: str) -> str:
         return self._x_names[self.xs.index(name)]
 
+    def _warn_once(self) -> None:
+        """Warns of the program's notes, which concern gradients of the sum of the ys."""
+        if self._must_warn:
+            self._must_warn = False
+            rpc_calls.warn_of(self.program.notes)
+
     def _upstream(self, grad_ys: Sequence[Any]) -> dict[Any, Any]:
+        if all(np.size(value) == 1 for value in grad_ys if value is not None):
+            # The gradient of numbers is that of their sum, up to factors.
+            self._warn_once()
         return {y: value for y, value in zip(self._y_names, grad_ys, strict=True) if value is not None}
 
     def _ys_of(self, outputs: Mapping[str, Any]) -> Arrays:

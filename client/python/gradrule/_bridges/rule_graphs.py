@@ -46,6 +46,12 @@ class Library(Protocol):
     def reduce(self, op: str, value: Any, axes: tuple[int, ...], keep: bool) -> Any:
         """Returns a reduction: Sum, Mean, Prod, Max, Min, Any or All."""
 
+    def sigmoid(self, value: Any) -> Any:
+        """Returns the sigmoid of real numbers, whose derivatives do not overflow."""
+
+    def softplus(self, value: Any) -> Any:
+        """Returns log(1 + exp(value)), whose derivatives do not overflow."""
+
     def softmax(self, value: Any, log: bool) -> Any:
         """Returns softmax, or its logarithm, along the last axis."""
 
@@ -98,8 +104,6 @@ ELEMENTWISE: Mapping[str, tuple[str, str, str]] = {
     "FloorMod": ("mod", "remainder", "mod"),
     "Pow": ("power", "pow", "power"),
     "Atan2": ("arctan2", "atan2", "arctan2"),
-    "Maximum": ("maximum", "maximum", "maximum"),
-    "Minimum": ("minimum", "minimum", "minimum"),
     "Less": ("less", "lt", "less"),
     "LessEqual": ("less_equal", "le", "less_equal"),
     "Greater": ("greater", "gt", "greater"),
@@ -136,20 +140,26 @@ def _dtype_of(value: Any) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
+def _larger_or_smaller(comparison: str) -> Compute:
+    """Returns Maximum or Minimum with TensorFlow's derivatives: of equal values, and of NaN, those of one input."""
+
+    def compute(library: Library, _: Attrs, first: Any, second: Any) -> Any:
+        other = second + library.where(first != first, library.constant(first), _number(library, 0.0, first))
+        return library.where(_apply(library, comparison, first, second), first, other)
+
+    return compute
+
+
 def _sigmoid(library: Library, _: Attrs, x: Any) -> Any:
+    if "complex" not in _dtype_of(x):
+        return library.sigmoid(x)
     one = _number(library, 1.0, x)
     return _apply(library, "Reciprocal", _apply(library, "AddV2", one, _apply(library, "Exp", -x)))
 
 
-def _softplus(library: Library, _: Attrs, x: Any) -> Any:
-    # max(x, 0) + log1p(exp(-|x|)) does not overflow.
-    zero = _number(library, 0.0, x)
-    rest = _apply(library, "Log1p", _apply(library, "Exp", -_apply(library, "Abs", x)))
-    return _apply(library, "Maximum", x, zero) + rest
-
-
 def _relu(library: Library, _: Attrs, x: Any) -> Any:
-    return _apply(library, "Maximum", x, _number(library, 0.0, x))
+    # The derivative at 0 is 0. NaN stays NaN, with the derivative 0.
+    return library.where(x > 0, x, library.constant(library.where(x != x, x, _number(library, 0.0, x))))
 
 
 def _rsqrt(library: Library, _: Attrs, x: Any) -> Any:
@@ -157,6 +167,7 @@ def _rsqrt(library: Library, _: Attrs, x: Any) -> Any:
 
 
 def _floor_div(library: Library, _: Attrs, above: Any, below: Any) -> Any:
+    above, below = library.constant(above), library.constant(below)
     if "int" in _dtype_of(above):
         return above // below
     return _apply(library, "Floor", above / below)
@@ -205,8 +216,10 @@ def _draw(numbers: Callable[..., Any]) -> Compute:
 OPS: Mapping[str, Compute] = {
     **{op: _elementwise(op) for op in ELEMENTWISE},
     **{op: _reduce(op) for op in ("Sum", "Mean", "Prod", "Max", "Min", "Any", "All")},
+    "Maximum": _larger_or_smaller("GreaterEqual"),
+    "Minimum": _larger_or_smaller("LessEqual"),
     "Sigmoid": _sigmoid,
-    "Softplus": _softplus,
+    "Softplus": lambda library, _, value: library.softplus(value),
     "Relu": _relu,
     "Rsqrt": _rsqrt,
     "FloorDiv": _floor_div,
@@ -318,6 +331,14 @@ class NumpyLibrary:
     def reduce(self, op: str, value: Any, axes: tuple[int, ...], keep: bool) -> Any:
         empty = {"initial": lowest_or_highest(op, value.dtype)} if op in ("Max", "Min") and value.size == 0 else {}
         return getattr(np, op.lower())(value, axis=axes, keepdims=keep, **empty)
+
+    def sigmoid(self, value: Any) -> Any:
+        import scipy.special
+
+        return scipy.special.expit(value)
+
+    def softplus(self, value: Any) -> Any:
+        return np.logaddexp(value, np.zeros((), value.dtype))
 
     def softmax(self, value: Any, log: bool) -> Any:
         import scipy.special

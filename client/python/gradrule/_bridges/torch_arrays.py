@@ -10,6 +10,7 @@ import torch
 
 from gradrule._bridges.rule_graphs import Compute, lowest_or_highest
 from gradrule.common.tensor_codec import Array
+from gradrule.errors import UnsupportedError
 
 # Types that NumPy has from ml_dtypes, with the integer type of the same size.
 _OTHER_TYPES = {
@@ -21,8 +22,23 @@ _TORCH_TYPE_OF = {numpy_type: torch_type for torch_type, (_, numpy_type) in _OTH
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """Returns a tensor as an array, which shares its memory if that is the CPU's."""
+    """Returns a tensor as an array, which shares its memory if that is the CPU's.
+
+    Raises:
+        UnsupportedError: The tensor is sparse, has no data, or is one of those of `is_grads_batched=True`.
+    """
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"the tensor is sparse ({tensor.layout}): give tensor.to_dense()")
+    if tensor.is_meta:
+        raise UnsupportedError("the tensor is on the device 'meta', without data: move the model with to_empty")
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        raise UnsupportedError(
+            "is_grads_batched=True and vectorize=True are not supported: use torch.func.vmap and torch.func.jacrev"
+        )
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if tensor._is_zerotensor():
+        # PyTorch's derivatives that are 0 may be tensors without memory.
+        tensor = tensor.clone()
     if tensor.dtype in _OTHER_TYPES:
         integer, numpy_type = _OTHER_TYPES[tensor.dtype]
         found: Array = tensor.contiguous().view(integer).numpy().view(numpy_type)
@@ -80,6 +96,13 @@ class TorchLibrary:
                 value = getattr(torch, op.lower())(value, dim=axis, keepdim=keep)
             return value
         return getattr(torch, op.lower())(value, dim=axes, keepdim=keep)
+
+    def sigmoid(self, value: Any) -> Any:
+        return torch.sigmoid(value)
+
+    def softplus(self, value: Any) -> Any:
+        # Above the default threshold of 20, float64 would lose digits.
+        return torch.nn.functional.softplus(value, threshold=40)
 
     def softmax(self, value: Any, log: bool) -> Any:
         return (torch.log_softmax if log else torch.softmax)(value, dim=-1)

@@ -30,13 +30,14 @@ class Layer:
     Attributes:
         apply: Applies the layer, without its bias, to data and weights.
         bias: The bias in a shape that broadcasts to the output; zero if the layer has none.
+        y: The output, for the rules in `USE_OUTPUT`.
     """
 
     apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor
-    y: torch.Tensor
+    y: torch.Tensor | None
     r: torch.Tensor
 
     def transposed(self, weight: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
@@ -46,37 +47,57 @@ class Layer:
         return found
 
 
+def check_linear(module: Any, rule: str) -> None:
+    """Raises `RuleNotApplicableError` if a rule in `RULES` cannot be applied to a layer."""
+    kind: Any = next((kind for kind in LINEAR if isinstance(module, kind)), None)
+    if kind is None:
+        raise not_applicable(module, rule, "Linear, Conv1d to Conv3d, and ConvTranspose1d to ConvTranspose3d")
+    own = type(module)
+    computes_as_torch = all(
+        getattr(own, name, None) is getattr(kind, name, None) for name in ("forward", "_conv_forward")
+    )
+    if not computes_as_torch:
+        raise RuleNotApplicableError(
+            f"the rule {rule!r} needs the weights with which a layer computes, and {own.__name__} has a forward of its "
+            f"own: let it call a torch.nn.{kind.__name__} with these weights"
+        )
+
+
 def relevance(
     module: nn.Module,
     rule: str,
     params: Params,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     x: torch.Tensor,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     dy: torch.Tensor,
 ) -> torch.Tensor:
     """Returns the relevance of the data of a layer, of the type and shape of x.
 
     Args:
-        module: The layer.
+        module: The layer, to which `check_linear` lets the rule be applied.
         rule: Name of a rule in `RULES`.
         params: Values of the rule's params.
+        weight: The weights with which the layer ran.
+        bias: The bias with which it ran; None if it has none.
         x: The data.
-        y: The output of the layer.
+        y: The output of the layer; None if the rule is not in `USE_OUTPUT`.
         dy: The relevance at the output.
-
-    Raises:
-        RuleNotApplicableError: The rule is not for this kind of layer.
     """
     wide = _computed_in(x.dtype)
-    if not isinstance(module, LINEAR):
-        raise not_applicable(module, rule, "Linear, Conv1d to Conv3d, and ConvTranspose1d to ConvTranspose3d")
-    weight = module.weight.to(wide)
-    layer = Layer(_without_bias(module), x.to(wide), weight, _bias(module, wide), y.to(wide), dy.to(wide))
+    weight, out = weight.to(wide), None if y is None else y.to(wide)
+    layer = Layer(_without_bias(module), x.to(wide), weight, _bias(module, bias, weight), out, dy.to(wide))
     return RULES[rule](layer, params).to(x.dtype)
 
 
+def check_norm(module: nn.Module, rule: str) -> None:
+    """Raises `RuleNotApplicableError` if `lrp_norm` cannot be applied to a layer, which has weights."""
+    if next(module.parameters(), None) is not None:
+        raise not_applicable(module, rule, "average pooling and other layers without weights")
+
+
 def norm(
-    module: nn.Module,
     eps: float,
     run: Callable[..., torch.Tensor],
     xs: Sequence[torch.Tensor],
@@ -86,18 +107,12 @@ def norm(
     """Returns the relevance of each tensor that a layer adds: x∘Jᵀ(R/st(y)), J the Jacobian of y by x.
 
     Args:
-        module: The layer: average pooling, or another one without weights.
         eps: Positive number in st.
-        run: Runs the layer without the rule.
+        run: Runs the layer without the rule: average pooling, or another one without weights.
         xs: The data.
         y: The output of the layer.
         dy: The relevance at the output.
-
-    Raises:
-        RuleNotApplicableError: The layer has weights.
     """
-    if next(module.parameters(), None) is not None:
-        raise not_applicable(module, "lrp_norm", "average pooling and other layers without weights")
     wide = [x.to(_computed_in(x.dtype)) for x in xs]
     _, pull_back = torch.func.vjp(run, *wide)
     shares = pull_back(_ratio(dy.to(wide[0].dtype), y.to(wide[0].dtype), eps))
@@ -126,10 +141,10 @@ def _without_bias(module: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.T
     )
 
 
-def _bias(module: Any, dtype: torch.dtype) -> torch.Tensor:
-    if module.bias is None:
-        return torch.zeros((), dtype=dtype, device=module.weight.device)
-    bias: torch.Tensor = module.bias.to(dtype)
+def _bias(module: Any, bias: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    if bias is None:
+        return torch.zeros((), dtype=weight.dtype, device=weight.device)
+    bias = bias.to(weight.dtype)
     return bias if isinstance(module, nn.Linear) else bias.reshape(-1, *(1 for _ in module.kernel_size))
 
 
@@ -159,6 +174,7 @@ def _by_sign(
 
 
 def _epsilon(layer: Layer, params: Params) -> torch.Tensor:
+    assert layer.y is not None
     return layer.x * layer.transposed(layer.weight, _ratio(layer.r, layer.y, params.get("eps", 0.0)))
 
 
@@ -174,6 +190,7 @@ def _alpha_beta(layer: Layer, params: Params) -> torch.Tensor:
 
 
 def _gamma(layer: Layer, params: Params) -> torch.Tensor:
+    assert layer.y is not None
     gamma, w, b, nothing = params["gamma"], layer.weight, layer.bias, torch.zeros_like(layer.r)
     p, n = w + gamma * _positive(w), w + gamma * _negative(w)
     excited = torch.where(layer.y > 0, layer.r, nothing)
@@ -216,3 +233,5 @@ RULES: Mapping[str, Callable[[Layer, Params], torch.Tensor]] = {
     "lrp_wsquare": _wsquare,
     "lrp_flat": _flat,
 }
+USE_OUTPUT = frozenset({"lrp_epsilon", "lrp_0", "lrp_gamma"})
+"""Rules that use the output of the layer."""

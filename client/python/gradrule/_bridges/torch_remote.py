@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,14 +82,16 @@ class RemoteFunction(RemoteCallable):
         Raises:
             UnknownFeedError: A name is no input of the program, or there are too many arguments.
             MissingFeedError: An input has no value.
-            InvalidDerivativeError: A tensor requires a gradient, and its input is not one of the program's xs.
+            InvalidDerivativeError: A tensor requires a gradient, and its input is not one of the program's xs, or it is
+                in a list.
+            UnsupportedError: A tensor has no data on a device, or is sparse.
             GradruleError: As in `program.evaluate`; `backward` raises such errors too.
         """
         function = self._function
         given = function.bind(arguments, named)
         names = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
         tensors = [given[name] for name in names]
-        constants = {name: value for name, value in given.items() if name not in names}
+        constants = {name: _kept(name, value) for name, value in given.items() if name not in names}
         with_gradient = [name for name, tensor in zip(names, tensors, strict=True) if tensor.requires_grad]
         wants_gradient = torch.is_grad_enabled() and bool(with_gradient)
         if wants_gradient and not set(with_gradient) <= set(function.xs):
@@ -129,7 +132,11 @@ class RemoteModule(torch.nn.Module):
         if len(arguments) > len(others):
             raise UnknownFeedError(f"{len(arguments)} arguments, but the inputs without a parameter are {others}")
         own = {name: getattr(self, attribute) for name, attribute in self._parameter_of.items()}
-        return self._remote(**dict(zip(others, arguments, strict=False)), **named, **own)
+        given = dict(zip(others, arguments, strict=False))
+        twice = [name for name in named if name in given or name in own]
+        if twice:
+            raise UnknownFeedError(f"the input {twice[0]!r} is given twice, or is a parameter of the module")
+        return self._remote(**given, **named, **own)
 
 
 class _Call:
@@ -356,7 +363,10 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> Any:
-        raise UnsupportedError("gradrule gives first and second derivatives, not third ones")
+        raise UnsupportedError(
+            "gradrule gives first and second derivatives: not third ones, nor the derivative of a second one by its "
+            "vector, which torch.autograd.functional.hvp takes: use torch.autograd.functional.vhp"
+        )
 
     @staticmethod
     def vmap(
@@ -370,6 +380,22 @@ _NO_FORWARD_AGAIN = (
     "gradrule has no forward mode of a derivative: use reverse mode for the outer one, torch.func.jacrev or "
     "torch.autograd.grad"
 )
+
+
+def _kept(name: str, value: Any) -> Any:
+    """Returns a copy of a value that is no tensor: the backward pass reads it, and the user may change it before."""
+    if isinstance(value, list | tuple) and _has_gradients(value):
+        raise InvalidDerivativeError(
+            f"the input {name!r} is a {type(value).__name__} with tensors that require gradients, which would be lost: "
+            "give torch.stack of it"
+        )
+    return copy.deepcopy(value)
+
+
+def _has_gradients(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_has_gradients(part) for part in value)
+    return isinstance(value, torch.Tensor) and not _are_plain([value])
 
 
 def _are_plain(tensors: Sequence[torch.Tensor | None]) -> bool:

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=Message)
 _PACKAGE = "gradrule.v1"
 EVALUATE = f"/{_PACKAGE}.GradientService/Evaluate"
 # Packages whose frames a warning skips.
-_OWN_FRAMES = ("gradrule", "asyncio", "threading", "concurrent")
+_OWN_FRAMES = ("gradrule", "asyncio", "threading", "concurrent", "torch", "jax", "pytensor", "scipy")
 PAGE_SIZE = 1000
 """Maximum number of rules or programs in one page of a list."""
 # A server with little space may evict a blob right after its upload.

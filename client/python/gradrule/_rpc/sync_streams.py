@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
@@ -70,14 +71,20 @@ class Stream:
     @property
     def pending_count(self) -> int:
         """Number of requests without an answer."""
-        connection = self._connection
+        connection = self._own_connection
         return 0 if connection is None else connection.pending_count
 
     @property
     def is_open(self) -> bool:
         """Whether the stream is open."""
-        connection = self._connection
+        connection = self._own_connection
         return connection is not None and not connection.ended
+
+    @property
+    def _own_connection(self) -> Connection | None:
+        """The connection, unless the process that opened it has forked this one: gRPC closes it in forks."""
+        connection = self._connection
+        return None if connection is None or connection.process != os.getpid() else connection
 
     def run(self, call: Call[R], parts: wire_format.Parts, size: int, timeout: float) -> R:
         """Sends a call, whose request has these bytes, and returns its decoded answer.
@@ -104,21 +111,22 @@ class Stream:
     def close(self) -> None:
         """Ends the stream and cancels its requests."""
         with self._lock:
-            connection, self._connection = self._connection, None
+            connection, self._connection = self._own_connection, None
         if connection is not None:
             connection.close()
 
     def _connected(self) -> Connection:
-        connection = self._connection
+        connection = self._own_connection
         if connection is not None and not connection.ended:
             return connection
         with self._lock:
-            if self._connection is None or self._connection.ended:
+            connection = self._own_connection
+            if connection is None or connection.ended:
                 try:
-                    self._connection = Connection(self._open, self._metadata)
+                    connection = self._connection = Connection(self._open, self._metadata)
                 except ValueError as cause:
                     raise self._closed() from cause
-            return self._connection
+            return connection
 
 
 class Started:
@@ -150,9 +158,14 @@ class Started:
 
 
 class Connection:
-    """Manages a stream from its opening to its end."""
+    """Manages a stream from its opening to its end.
+
+    Attributes:
+        process: Id of the process that opened it.
+    """
 
     def __init__(self, open_stream: Callable[..., Any], metadata: Any) -> None:
+        self.process = os.getpid()
         self._outgoing: queue.SimpleQueue[bytes | Iterator[bytes] | None] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()

@@ -137,7 +137,7 @@ def _percent(value: float | None) -> str:
 def _draw(found: Comparison, options: argparse.Namespace) -> None:
     from gradrule.viz._lines import comparison_size, draw_comparison
 
-    figure = figures.file_figure(*comparison_size(found))
+    figure = figures.new_figure(*comparison_size(found))
     draw_comparison(figure.add_subplot(), found)
     figure.savefig(options.output, dpi=figures.DPI)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import re
 from typing import Any
 
 from gradrule.cli.connection import (
@@ -20,6 +21,9 @@ from gradrule.cli.output import USAGE, CommandError, missing_extra
 
 DEFAULT_PORT = 8480
 _PARTS = {"gradrule_gateway", "orjson", "starlette", "uvicorn", "h11", "click", "anyio"}
+_NAME = r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]"
+_HOST = re.compile(_NAME)
+_ORIGIN = re.compile(rf"(?P<scheme>[a-z][a-z0-9+.-]*)://(?:{_NAME})(?P<port>:[0-9]{{1,5}})?")
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -40,14 +44,16 @@ def add(commands: Any) -> None:
     group.add_argument(
         "--allowed-host",
         metavar="NAME",
+        type=_host_name,
         action="append",
         default=[],
-        help="name by which clients may call the gateway (header Host), besides localhost and the address that it "
-        "listens on; * allows all; can be repeated",
+        help="name, without port, by which clients may call the gateway (header Host), besides localhost and the "
+        "address that it listens on; * allows all; can be repeated",
     )
     group.add_argument(
         "--cors-origin",
         metavar="ORIGIN",
+        type=_origin,
         action="append",
         default=[],
         help="origin of web pages that may use the API, such as https://app.example.org; can be repeated",
@@ -134,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
         raise missing_extra(f"the gateway is not complete ({cause.name} is missing)", "gateway") from None
     limits = Limits(
         hosts=_hosts(options.host, options.allowed_host),
-        origins=frozenset(origin.rstrip("/") for origin in options.cors_origin),
+        origins=frozenset(options.cors_origin),
         max_body_bytes=options.max_body_bytes,
         max_requests=options.max_requests,
         max_bytes_in_flight=options.max_bytes_in_flight,
@@ -162,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _hosts(host: str, allowed: list[str]) -> frozenset[str]:
     """Returns the allowed hosts: names of this machine's loopback, the address listened on, and those of the flag."""
-    found = {"localhost", "127.0.0.1", "[::1]", *(name.lower() for name in allowed)}
+    found = {"localhost", "127.0.0.1", "[::1]", *allowed}
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -171,6 +177,29 @@ def _hosts(host: str, allowed: list[str]) -> frozenset[str]:
         if not address.is_unspecified:
             found.add(f"[{address}]" if address.version == 6 else str(address))
     return frozenset(found)
+
+
+def _host_name(text: str) -> str:
+    """Returns a name as the header Host has it, without a port."""
+    name = text.lower()
+    if name != "*" and not _HOST.fullmatch(name):
+        raise argparse.ArgumentTypeError(
+            f"expected a name without scheme and port, such as gradrule.example.org, 192.0.2.7 or [2001:db8::7], got "
+            f"{text!r}"
+        )
+    return name
+
+
+def _origin(text: str) -> str:
+    """Returns an origin as browsers send it."""
+    origin = text.lower().removesuffix("/")
+    found = _ORIGIN.fullmatch(origin)
+    if found is None or (found["scheme"], found["port"]) in (("http", ":80"), ("https", ":443")):
+        raise argparse.ArgumentTypeError(
+            "expected scheme and host, and the port if it is not the scheme's own, such as https://app.example.org or "
+            f"http://localhost:3000, got {text!r}"
+        )
+    return origin
 
 
 def _port(text: str) -> int:

@@ -23,6 +23,7 @@ from gradrule.cli.rules import checking, drawing, registry
 from gradrule.errors import GradruleError, GradruleWarning
 
 _WRONG_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+_OTHER_NAMES_OF_TARGET = frozenset({"--server", "--host", "--port", "--address", "--url"})
 _WRONG_FLAG = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
 
@@ -68,6 +69,14 @@ def build_parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """Reports wrong usage in two lines, with a suggestion, instead of the whole usage."""
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses arguments; unknown ones are errors of the command, which knows its flags."""
+        words = sys.argv[1:] if args is None else list(args)
+        options, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            _command_of(self, words).error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options
+
     def error(self, message: str) -> NoReturn:
         hint = self._hint(message)
         self.exit(USAGE, f"{self.prog}: {message}{hint and f'.{hint}'}\n{self.prog} --help shows the usage\n")
@@ -77,16 +86,22 @@ class _Parser(argparse.ArgumentParser):
         if wrong is not None:
             return did_you_mean(wrong[1], re.findall(r"'([^']*)'", wrong[2]))
         wrong = _WRONG_FLAG.match(message)
-        return "" if wrong is None else did_you_mean(wrong[1], _flags(self))
+        if wrong is None:
+            return ""
+        flags = self._option_string_actions
+        if wrong[1] in _OTHER_NAMES_OF_TARGET and "--target" in flags:
+            return " The address of the server is --target HOST:PORT"
+        return did_you_mean(wrong[1], flags)
 
 
-def _flags(parser: argparse.ArgumentParser) -> set[str]:
-    """Returns the flags of a parser and its subcommands."""
-    found = set(parser._option_string_actions)
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found.update(*map(_flags, action.choices.values()))
-    return found
+def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser of the command that words choose."""
+    for word in words:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                parser = action.choices[word]
+                break
+    return parser
 
 
 def _add_rules(commands: Any) -> None:

@@ -6,7 +6,9 @@
     viz.saliency(image, result.gradients["x"])
 
 Pictures need Matplotlib: `pip install 'gradrule[plot]'`. Each function draws into `ax` if that is given, else into a
-new figure of pyplot. `gradrule rules plot`, `rules check`, `rules gallery` and `compare` draw the same pictures.
+new figure, which notebooks show as the value of a cell. It is none of pyplot: `pyplot.show()` shows only pictures that
+were drawn into axes of pyplot, given as `ax`. `gradrule rules plot`, `rules check`, `rules gallery` and `compare` draw
+the same pictures.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def saliency(
         image: One image, or a batch: shape (height, width, channels) or (n, height, width, channels) with 1, 3 or 4
             channels. (height, width) is one grey image in every layout. Numbers from 0 to 1 or 8-bit numbers are shown
             as they are, others are scaled to their range.
-        gradient: Real numbers of the same shape, for example `result.gradients["x"]`.
+        gradient: Real numbers of the same shape, for example `result.gradients["x"]`. Pixels that are not finite are
+            hatched, and counted beside the colour bar.
         signed: Sum the channels and show positive gradients red, negative ones blue, on a scale that is symmetric about
             0. If False: show the largest absolute value of the channels, from dark to bright (Simonyan et al., "Deep
             Inside Convolutional Networks", 2014, section 3.1).

@@ -36,25 +36,22 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def file_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure for a file, which needs no display and no global state; sizes in inches."""
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure of pyplot, which notebooks display; sizes in inches."""
+    """Returns an empty figure, without display and global state; sizes in inches."""
     require_matplotlib()
-    from matplotlib import pyplot
+    from gradrule.viz._pictures import Picture
 
-    return pyplot.figure(figsize=(width, height), layout="constrained")
+    return Picture(figsize=(width, height), layout="constrained")
 
 
 def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
     """Returns the caller's axes, or those of a new figure; sizes in inches."""
-    return new_figure(width, height).add_subplot() if ax is None else ax
+    if ax is not None:
+        return ax
+    figure = new_figure(width, height)
+    from gradrule.viz._pictures import PictureAxes
+
+    return figure.add_subplot(axes_class=PictureAxes)
 
 
 def figure_of(ax: Axes) -> Figure:

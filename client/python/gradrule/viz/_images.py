@@ -110,7 +110,11 @@ def _draw_over(ax: Axes, image: Array, heat: Array, signed: bool, percentile: fl
     extend = ("both" if signed else "max") if is_clipped else "neither"
     bar = figures.figure_of(ax).colorbar(scale, ax=ax, fraction=0.046, pad=0.03, extend=extend)
     what = f"{label} by the pixel" if signed else f"size of the {label}"
-    bar.set_label(f"{what}{f'{chr(10)}(cut at {percentile:g} %)' if is_clipped else ''}", fontsize=8)
+    notes = [f"cut at {percentile:g} %"] if is_clipped else []
+    missing = int(heat.size - np.isfinite(heat).sum())
+    if missing:
+        notes.append(f"{missing} of {heat.size} pixels not finite: hatched")
+    bar.set_label("\n".join([what, *(f"({note})" for note in notes)]), fontsize=8)
     bar.ax.tick_params(labelsize=8)
     bar.ax.ticklabel_format(axis="y", scilimits=(-2, 3))
 
@@ -121,7 +125,7 @@ def draw_heat(ax: Axes, image: Array, heat: Array, signed: bool, limit: float) -
     Args:
         ax: Axes to draw into.
         image: Shape (height, width, channels).
-        heat: Shape (height, width). Values that are not finite are drawn as 0.
+        heat: Shape (height, width). Pixels that are not finite are hatched.
         signed: Whether the colours are symmetric about 0.
         limit: Value at the end of the colours.
     """
@@ -135,7 +139,27 @@ def draw_heat(ax: Axes, image: Array, heat: Array, signed: bool, limit: float) -
     # The image is paler than the heat map, whose colours have to be read off the bar.
     ax.imshow(_as_grey(image) * 0.6 + 0.4, cmap="gray", vmin=0, vmax=1)
     ax.imshow(drawn, cmap=_COLORS[signed], norm=norm, alpha=alpha, interpolation="nearest")
+    if not np.isfinite(heat).all():
+        _hatch(ax, ~np.isfinite(heat))
     return ScalarMappable(norm, _COLORS[signed])
+
+
+def _hatch(ax: Axes, pixels: Array) -> None:
+    """Hatches pixels, given as truth values of shape (height, width)."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    rows = []
+    for number, row in enumerate(pixels):
+        # Runs of neighbours are one rectangle.
+        ends = np.flatnonzero(np.diff(np.concatenate([[False], row, [False]])))
+        for left, right in ends.reshape(-1, 2):
+            x, y = left - 0.5, number - 0.5
+            rows.append(
+                Path([(x, y), (x + right - left, y), (x + right - left, y + 1), (x, y + 1), (x, y)], closed=True)
+            )
+    area = Path.make_compound_path(*rows)
+    ax.add_patch(PathPatch(area, facecolor="white", edgecolor="0.3", linewidth=0, hatch="////"))
 
 
 def _draw_image(ax: Axes, image: Array) -> None:

@@ -74,7 +74,7 @@ def run_on_arrays(built: BuiltProgram, arguments: Arrays) -> Arrays:
     try:
         return built.call(arguments)
     except TENSORFLOW_ERRORS as cause:
-        raise translate_error(cause, built.naming_run(arguments)) from cause
+        raise translate_error(cause, built.naming_run(arguments), built.inputs_of) from cause
 
 
 def run_together(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,7 +64,7 @@ class RuleTarget:
             that broadcasts to them). Raises RULE_NOT_APPLICABLE inside loops and branches.
         sources: The inputs in the forward graph.
         dependence: Finds the xs that tensors of the forward graph depend on.
-        salt: A number derived from the name, so that random rules draw different numbers for each node.
+        salt: `salt_for` the name, so that random rules draw different numbers for each node.
         op: The op itself; None for a subgraph.
     """
 
@@ -85,11 +84,6 @@ class RuleTarget:
     def ops(self) -> Sequence[tf.Operation]:
         """Forward ops, producers before consumers."""
         return self.find_ops()
-
-
-def salt_for(node: str) -> int:
-    """Returns a number for a node's name, the same in every process."""
-    return int.from_bytes(hashlib.sha256(node.encode()).digest()[:8], "little", signed=True)
 
 
 def ops_between(xs: Sequence[tf.Tensor], ys: Sequence[tf.Tensor]) -> list[tf.Operation]:

@@ -45,7 +45,7 @@ def gradients(client: Client, network: Network, weights: dict[str, Array], x: Ar
 
 def learning_curves(runs: Mapping[str, TrainingResult], path: Path) -> None:
     """Plots test accuracy and training loss by step, one line per run."""
-    figure = figures.file_figure(10, 4.2)
+    figure = figures.new_figure(10, 4.2)
     left, right = figure.subplots(1, 2)
     for number, (label, run) in enumerate(runs.items()):
         style: dict[str, Any] = {"color": figures.color_of(1 - number % 2), "label": label, "linewidth": 2}
@@ -76,7 +76,7 @@ def saliency(rows: Mapping[str, Array], labels: Array, path: Path) -> None:
     Each gradient is divided by its 99.5th percentile, so that digits can be compared.
     """
     count = len(labels)
-    figure = figures.file_figure(1.25 * count + 1.6, 1.35 * len(rows) + 0.7)
+    figure = figures.new_figure(1.25 * count + 1.6, 1.35 * len(rows) + 0.7)
     figure.suptitle("Which pixels raise the score of the right digit", fontsize=13)
     grid = figure.subplots(len(rows), count, squeeze=False)
     (_, shown), *others = rows.items()

@@ -68,7 +68,7 @@ def _draw(report: Report, lines: Slopes | None, options: argparse.Namespace) -> 
 
     if lines is None:
         raise CommandError("there is no function to compare the rule with, so --output has nothing to draw; give --of")
-    figure = figures.file_figure(7.5, 4.4)
+    figure = figures.new_figure(7.5, 4.4)
     draw_check(figure.add_subplot(), report, lines)
     figure.savefig(options.output, dpi=figures.DPI)
 

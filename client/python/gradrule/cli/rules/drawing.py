@@ -70,7 +70,7 @@ def run_plot(options: argparse.Namespace) -> int:
     if options.output is not None:
         from gradrule.viz._lines import draw_curve
 
-        figure = figures.file_figure(7, 4.2)
+        figure = figures.new_figure(7, 4.2)
         draw_curve(figure.add_subplot(), drawn)
         figure.savefig(options.output, dpi=figures.DPI)
     if options.json:

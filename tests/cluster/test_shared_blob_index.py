@@ -1,0 +1,132 @@
+"""Tests the index of blobs in PostgreSQL: the tests of the store of blobs, and races between servers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.registry.database import open_database
+from gradrule_server.registry.programs import ProgramRegistry
+from gradrule_server.registry.shared_blobs import SharedBlobStore
+from gradrule_server.registry.store import Store
+from tests.stores import OpenStore, folder_url, open_blobs
+from tests.unit.registry.test_blobs import (  # noqa: F401
+    PAGE,
+    name_of,
+    put,
+    test_blob_pinned_before_its_upload_is_not_removed,
+    test_least_recently_used_blobs_are_removed,
+    test_number_of_stored_blobs_is_limited,
+    test_pinned_blobs_are_not_removed,
+    test_restart_keeps_blobs_and_uses,
+    test_small_blobs_count_with_their_disk_space,
+    test_unfinished_upload_leaves_nothing,
+    test_uploaded_blob_is_present,
+)
+from tests.unit.registry.test_shared_blobs import create
+
+SERVERS = 3
+
+
+class Server:
+    """The registry and blobs of one server, with connections of its own."""
+
+    def __init__(self, database_url: str, data_dir: Path, url: str, capacity: int) -> None:
+        self.store = Store(open_database(database_url, data_dir))
+        self.blobs: SharedBlobStore = open_blobs(self.store, data_dir, url, capacity)
+        self.programs = ProgramRegistry(self.store, self.blobs)
+
+
+@pytest.fixture
+def servers(tmp_path: Path, database_url: str) -> Iterator[list[Server]]:
+    """Returns servers that share a registry and room for eight blobs."""
+    url = folder_url(tmp_path)
+    with ExitStack() as stack:
+        opened = [Server(database_url, tmp_path / f"server{number}", url, 8 * PAGE) for number in range(SERVERS)]
+        for server in opened:
+            stack.callback(server.store.close)
+        yield opened
+
+
+@pytest.fixture
+def open_store(tmp_path: Path, database_url: str) -> Iterator[OpenStore]:
+    """Returns a function that opens a store whose index is in PostgreSQL; each call is one start of a server."""
+    url, data_dir = folder_url(tmp_path), tmp_path / "data"
+    store = Store(open_database(database_url, data_dir))
+    yield lambda capacity, count=sys.maxsize: open_blobs(store, data_dir, url, capacity, count)
+    store.close()
+
+
+def test_no_program_loses_its_blob_and_no_limit_is_exceeded_in_races(servers: list[Server], tmp_path: Path) -> None:
+    ids, stop = itertools.count(), threading.Event()
+    most = 0
+
+    def run(seed: int) -> None:
+        rng, server = random.Random(seed), servers[seed % SERVERS]
+        own: list[str] = []
+        for _ in range(25):
+            data = bytes([rng.randrange(20)]) * PAGE
+            try:
+                put(server.blobs, data)
+                program_id = f"p{next(ids)}"
+                create(server.programs, program_id, name_of(data))
+                own.append(program_id)
+            except GradruleError as cause:
+                # All room is taken by programs; or another server has removed the blob before the program was stored.
+                assert cause.reason in (
+                    errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+                    errors_pb2.ERROR_REASON_BLOB_NOT_FOUND,
+                ), cause
+            if len(own) > 1:
+                server.programs.delete(own.pop(rng.randrange(len(own))))
+
+    def watch() -> None:
+        nonlocal most
+        while not stop.is_set():
+            most = max(most, sum(item.size for item in servers[0].blobs._shared.index.usage().values()))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        with ThreadPoolExecutor(2 * SERVERS) as threads:
+            for done in [threads.submit(run, seed) for seed in range(2 * SERVERS)]:
+                done.result(120)
+    finally:
+        stop.set()
+        watching.join()
+    assert 0 < most <= 8 * PAGE
+    blobs, database = servers[0].blobs, servers[0].store.database
+    with database.write() as connection:
+        # What lost a race with an equal upload is deleted a minute later.
+        connection.exec_driver_sql("UPDATE stored_blobs SET last_use_us = 0 WHERE state = 'deleted'")
+    blobs.maintain()
+    with database.read() as connection:
+        needed = set(connection.exec_driver_sql("SELECT name FROM program_blobs").scalars())
+        rows = connection.exec_driver_sql("SELECT name, object, state FROM stored_blobs").all()
+    assert {row.state for row in rows} == {"stored"}
+    assert needed
+    assert needed <= {row.name for row in rows}
+    assert {key for key, _ in blobs.objects.iterate()} == {row.object for row in rows}
+    for row in rows:
+        assert name_of((tmp_path / "objects" / row.object).read_bytes()) == row.name
+
+
+def test_all_servers_may_start_at_once(tmp_path: Path, database_url: str) -> None:
+    url = folder_url(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        started = [threads.submit(Server, database_url, tmp_path / f"server{number}", url, PAGE) for number in range(4)]
+        opened = [item.result(60) for item in started]
+    name = put(opened[0].blobs, b"1")
+    assert opened[3].blobs.missing([name]) == []
+    for server in opened:
+        server.store.close()

@@ -1,0 +1,41 @@
+"""A gateway that ends again and again is started after longer and longer pauses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gradrule_server.front import http_gateway
+from gradrule_server.front.http_gateway import GatewaySettings, HttpGateway
+
+
+class Enough(Exception):
+    """Ends the supervision."""
+
+
+async def test_pauses_grow_until_the_gateway_has_run_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = HttpGateway(GatewaySettings("127.0.0.1", 0, None, None, (), 1024, 1.0, "info", "json"), 0)
+    lifetimes = iter([1.0, 1, 1, 1, 1, 1, 1, 1, 31.0, 1])
+    now, pauses = [0.0], []
+
+    async def wait_for_end() -> int:
+        try:
+            now[0] += next(lifetimes)
+        except StopIteration:
+            raise Enough from None
+        return 1
+
+    async def start_process() -> str:
+        return ""
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(gateway, "_wait_for_end", wait_for_end)
+    monkeypatch.setattr(gateway, "_start_process", start_process)
+    monkeypatch.setattr(http_gateway, "_now", lambda: now[0])
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(Enough):
+        await gateway._supervise()
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 0.5, 1]
