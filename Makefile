@@ -20,6 +20,8 @@ ARGS ?=
 # Tests run in one process per core, at most four; each process has its own servers. The tests of a file stay together.
 # Files start in the order of `testpaths`: those with servers first, so that no long file is left at the end.
 WORKERS ?= auto
+# The registry's own tests run on PostgreSQL too.
+CLUSTER_TESTS ?= tests/cluster $(patsubst %,tests/unit/registry/test_%.py,store rules programs tenants) tests/service/test_rules.py
 # Write bytecode even if the environment forbids it: tests start many servers and commands.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -71,7 +73,7 @@ test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy,
 	PYTHONDONTWRITEBYTECODE= $(BRIDGES)/bin/python -m pytest tests/bridges $(ARGS)
 
 cluster-test: $(CLUSTER)/.installed postgres ## test several servers with PostgreSQL, an object store and Ray
-	PYTHONDONTWRITEBYTECODE= $(CLUSTER)/bin/python -m pytest tests/cluster $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(CLUSTER)/bin/python -m pytest --registry-database postgresql $(CLUSTER_TESTS) $(ARGS)
 
 placement: $(CLUSTER)/.installed ## simulate how the choice of a server for each request affects caches and waiting times
 	$(CLUSTER)/bin/python -m tools.simulate_placement $(ARGS)

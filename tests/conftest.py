@@ -69,9 +69,11 @@ def new_database(request: pytest.FixtureRequest) -> Callable[[], str]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, new_database: Callable[[], str]) -> Iterator[RunningServer]:
     """Returns a server with default settings."""
-    with running_server(tmp_path_factory.mktemp("server")) as running:
+    url = new_database()
+    environment = {"GRADRULE_REGISTRY": url} if url else None
+    with running_server(tmp_path_factory.mktemp("server"), environment=environment) as running:
         yield running
 
 

@@ -229,7 +229,9 @@ def operations_settings(settings: Settings) -> OperationsSettings:
     )
 
 
-def create_sources(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, admission: Admission) -> Sources:
+def create_sources(
+    settings: Settings, loaded: LoadedPrograms, tenants: Tenants, admission: Admission, store: Store
+) -> Sources:
     """Returns what metrics and status read."""
     limits = {resource.name: settings.tenant_limit(resource.name) for resource in TENANT_RESOURCES}
 
@@ -263,6 +265,7 @@ def create_sources(settings: Settings, loaded: LoadedPrograms, tenants: Tenants,
         limits=limits,
         tensorflow_version=lambda: loaded.pool.greeting.tensorflow_version,
         version=__version__,
+        registry_is_available=lambda: store.is_available,
     )
 
 

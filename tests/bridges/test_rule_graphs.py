@@ -190,6 +190,15 @@ def test_second_derivatives_at_kinks_and_at_large_numbers_are_those_of_tensorflo
     check_derivatives(graph, values, ["x0"], 2e-5 if dtype == "float32" else 1e-9)
 
 
+def test_derivatives_that_are_no_numbers_stay_so() -> None:
+    """The slope of the root of abs(x) at 0 is 0 times infinity, as in TensorFlow."""
+    number = number_of("float64")
+    graph = lower(parse("dy * abs(x) ** 0.5", []), Signature((number,), (number,)))
+    values = {"x0": np.zeros(1), "dy0": np.ones(1)}
+    for derivatives in (derivatives_by_tensorflow, derivatives_by_torch, derivatives_by_jax):
+        assert np.isnan(derivatives(graph, values, ["x0"])).all()
+
+
 def test_every_function_is_tried_at_kinks() -> None:
     # These are no functions of one value.
     names = FUNCTIONS.keys() - {"each", "first", "ignore_dy"}

@@ -366,6 +366,13 @@ def test_hessian_vector_products_of_pytorch_name_the_function_to_use(remote: Any
     assert_equal(found, torch.autograd.functional.vhp(lambda w: local(X, w)[1], W, W)[1])
 
 
+def test_inputs_of_a_module_that_are_given_twice_are_refused(smooth: Any) -> None:
+    module = gradrule.torch.remote_module(smooth, w=W)
+    for arguments, named in (((X,), {"x": X}), ((X,), {"w": W})):
+        with pytest.raises(UnknownFeedError, match="given twice"):
+            module(*arguments, **named)
+
+
 def test_tensors_without_data_are_refused(smooth: Any) -> None:
     function = gradrule.torch.remote(smooth)
     with pytest.raises(UnsupportedError, match="to_dense"):

@@ -21,6 +21,7 @@ import gradrule as gr
 from gradrule_server.settings import Settings, kubernetes_service_variables
 from tests.cluster import manifests
 from tests.cluster.manifests import DEPLOY, ROOT, Manifest, container, find, kinds, pod
+from tests.cluster.s3 import S3Server
 from tests.service.certificates import Authority
 from tests.service.guarded import token_command
 from tests.service.servers import running_server
@@ -357,3 +358,20 @@ def test_a_server_runs_with_the_environment_of_its_pod(tmp_path: Path) -> None:
             statuses.append(connection.getresponse().status)
             connection.close()
         assert statuses == [200, 403]
+
+
+def test_servers_with_the_environment_of_their_pods_share_rules_and_blobs(
+    tmp_path: Path, database_url: str, s3: S3Server, bucket: str
+) -> None:
+    own = {"GRADRULE_REGISTRY": database_url, "GRADRULE_BLOBS": f"s3://{bucket}/blobs", "GRADRULE_METRICS_PORT": "0"}
+    variables = environment(manifests.combined(("ha",))) | own | s3.environment
+    with (
+        running_server(tmp_path / "1", (), variables) as first,
+        running_server(tmp_path / "2", (), variables) as second,
+        gr.connect(first.target) as one,
+        gr.connect(second.target) as other,
+    ):
+        created = one.create_rule("Halved", "0.5 * dy")
+        assert other.get_rule("Halved").digest == created.digest
+        name = one.upload(b"weights")
+        assert other.find_missing_blobs([name]) == []

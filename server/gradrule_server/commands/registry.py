@@ -1,4 +1,4 @@
-"""Implements `gradrule registry`: backs up, restores and checks the registry of a server."""
+"""Implements `gradrule registry`: backs up, restores, checks and copies the registry of a server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradrule_server.registry.backup import BackupError, Report, backup, check, create_empty_registry, restore
+from gradrule_server.registry.backup import (
+    BackupError,
+    Report,
+    backup,
+    check,
+    copy_registry,
+    create_empty_postgres_registry,
+    create_empty_registry,
+    restore,
+)
 from gradrule_server.registry.blobs import DAMAGED
 from gradrule_server.registry.data_folder import BLOBS
+from gradrule_server.registry.database_url import check_url, describe_url, is_postgres_url
 from gradrule_server.settings import SettingsError, default_data_dir, environment_name
 
 _VARIABLE = environment_name("data_dir")
+_REGISTRY_VARIABLE = environment_name("registry")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -33,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradrule registry",
-        description="Backs up, restores and checks the rules, programs and blobs in the data directory of a server.",
+        description="Backs up, restores, checks and copies the rules, programs and blobs of a server.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     backup_parser = commands.add_parser(
@@ -46,8 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     restore_parser.set_defaults(run=_restore)
     check_parser = commands.add_parser("check", help="read and check the whole registry; the server may be running")
     check_parser.set_defaults(run=_check)
-    new_parser = commands.add_parser("new", help="create an empty registry; existing files are renamed and kept")
+    new_parser = commands.add_parser("new", help="create an empty registry; an existing one is renamed and kept")
     new_parser.set_defaults(run=_new)
+    copy_parser = commands.add_parser(
+        "copy", help="copy a registry to an empty one, between data directories and PostgreSQL, and verify the copy"
+    )
+    for name, what in (("source", "FROM"), ("target", "TO")):
+        copy_parser.add_argument(
+            name, metavar=what, type=_registry_name, help="data directory, or postgresql://USER@HOST/DATABASE"
+        )
+    copy_parser.set_defaults(run=_copy)
     given = os.environ.get(_VARIABLE)
     fallback = Path(given) if given else None
     # Without a default, --data-dir is required.
@@ -55,32 +74,53 @@ def _parser() -> argparse.ArgumentParser:
         fallback = fallback or default_data_dir(os.environ)
     for command in (backup_parser, restore_parser, check_parser, new_parser):
         command.add_argument(
+            "--registry",
+            metavar="URL",
+            type=_database_url,
+            default=os.environ.get(_REGISTRY_VARIABLE, ""),
+            help="PostgreSQL database; without it: SQLite in the data directory, which holds the blobs in any case "
+            f"[env: {_REGISTRY_VARIABLE}]",
+        )
+    for command in (backup_parser, restore_parser, check_parser, new_parser, copy_parser):
+        command.add_argument(
             "--data-dir",
             metavar="DIR",
             type=Path,
             default=fallback,
             required=fallback is None,
-            help=f"data directory{f' [default: {fallback}]' if fallback else ''} [env: {_VARIABLE}]",
+            help=f"data directory{' of the blobs of the registry in PostgreSQL' if command is copy_parser else ''}"
+            f"{f' [default: {fallback}]' if fallback else ''} [env: {_VARIABLE}]",
         )
     return parser
 
 
+def _database_url(text: str) -> str:
+    try:
+        return check_url(text) if text else ""
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
+def _registry_name(text: str) -> str:
+    return _database_url(text) if is_postgres_url(text) else text
+
+
 def _backup(options: argparse.Namespace) -> int:
-    report = backup(options.data_dir, options.folder)
+    report = backup(options.data_dir, options.folder, options.registry)
     print(f"copied to {options.folder}: {report}")
     _print_warnings(report)
     return 0
 
 
 def _restore(options: argparse.Namespace) -> int:
-    report = restore(options.folder, options.data_dir)
-    print(f"restored to {options.data_dir}: {report}")
+    report = restore(options.folder, options.data_dir, options.registry)
+    print(f"restored to {_place(options)}: {report}")
     _print_warnings(report)
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
-    report = check(options.data_dir)
+    report = check(options.data_dir, options.registry)
     for problem in report.problems:
         print(problem)
     _print_warnings(report)
@@ -90,7 +130,27 @@ def _check(options: argparse.Namespace) -> int:
     return 0 if is_valid else 1
 
 
+def _copy(options: argparse.Namespace) -> int:
+    places = [
+        (options.data_dir, name) if is_postgres_url(name) else (Path(name), "")
+        for name in (options.source, options.target)
+    ]
+    report = copy_registry(*places[0], *places[1])
+    print(f"copied to {describe_url(options.target) if places[1][1] else options.target}: {report}")
+    _print_warnings(report)
+    return 0
+
+
+def _place(options: argparse.Namespace) -> str:
+    return describe_url(options.registry) if options.registry else str(options.data_dir)
+
+
 def _new(options: argparse.Namespace) -> int:
+    if options.registry:
+        schema = create_empty_postgres_registry(options.registry)
+        print(f"{_place(options)} now has an empty registry")
+        print(f"kept: the old tables, in the schema {schema}")
+        return 0
     kept = create_empty_registry(options.data_dir)
     print(f"{options.data_dir} now has an empty registry")
     for path in kept:
@@ -99,7 +159,7 @@ def _new(options: argparse.Namespace) -> int:
 
 
 def _print_warnings(report: Report) -> None:
-    for sentence in report.unreadable:
+    for sentence in (*report.unreadable, *report.left_out):
         print(sentence)
     if report.damaged_blobs:
         print(

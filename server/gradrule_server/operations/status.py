@@ -110,7 +110,12 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All sources. `limits`: the limits of each tenant, by the name of a `limits.TenantResource`; missing: no limit."""
+    """All sources.
+
+    Attributes:
+        limits: the limits of each tenant, by the name of a `limits.TenantResource`; missing: no limit.
+        registry_is_available: whether the database of rules and programs could be used last.
+    """
 
     engines: Engines
     workers: Workers
@@ -121,6 +126,7 @@ class Sources:
     limits: Mapping[str, int]
     tensorflow_version: Callable[[], str]
     version: str
+    registry_is_available: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,7 @@ class Snapshot:
     queue: QueueStatus
     caches: Sequence[CacheStatus]
     quarantined: Sequence[Quarantined]
+    registry_is_available: bool
 
 
 def take_snapshot(sources: Sources) -> Snapshot:
@@ -152,6 +159,7 @@ def take_snapshot(sources: Sources) -> Snapshot:
         sources.queue(),
         sources.caches(),
         sources.quarantined(),
+        sources.registry_is_available(),
     )
 
 

@@ -1,7 +1,8 @@
-"""Checks, backs up and restores registries; a server may use a registry while it is checked or backed up.
+"""Checks, backs up, restores and copies registries; a server may use a registry while it is checked or backed up.
 
 A backup is a folder with a consistent copy of the database, the blobs that its programs need, and the manifest
-`backup.json`. It is created atomically.
+`backup.json`. It is created atomically. The copy is an SQLite file also where the database is in PostgreSQL, so that a
+backup of one can be restored to the other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sqlalchemy.exc import SQLAlchemyError
+
+from gradrule_server.errors import GradruleError
 from gradrule_server.registry.blob_index import UPLOADING
 from gradrule_server.registry.blobs import DAMAGED, folder_name
 from gradrule_server.registry.data_folder import (
@@ -32,10 +36,12 @@ from gradrule_server.registry.data_folder import (
     find_logs,
     sync_to_disk,
 )
+from gradrule_server.registry.database import import_postgres
+from gradrule_server.registry.database_url import describe_url
 from gradrule_server.registry.programs import read_spec, read_summary, variable_blobs
 from gradrule_server.registry.rule_entries import read_rule
 from gradrule_server.registry.schema import SCHEMA_VERSION, add_current_views, copy_database
-from gradrule_server.registry.sqlite_database import decode_text
+from gradrule_server.registry.sqlite_rows import content_digest, open_file
 from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
 
 MANIFEST = "backup.json"
@@ -63,6 +69,8 @@ class Report:
     schema_version: int = SCHEMA_VERSION
     unreadable: list[str] = field(default_factory=list)
     """A sentence for each rule or program that this release cannot read; backups include these rows unchanged."""
+    left_out: list[str] = field(default_factory=list)
+    """A sentence for each damaged row that PostgreSQL cannot store."""
     damaged_blobs: int = 0
     """Number of damaged files of blobs; the server has renamed these files."""
     problems: list[str] = field(default_factory=list)
@@ -75,14 +83,28 @@ class Report:
         )
 
 
-def check(data_dir: Path) -> Report:
-    """Reads and checks everything in a registry, also while a server uses it. Raises `BackupError` if there is none."""
-    file = data_dir / DATABASE_FILE
+def check(data_dir: Path, url: str = "") -> Report:
+    """Reads and checks everything in a registry, also while a server uses it. Raises `BackupError` if there is none.
+
+    Args:
+        data_dir: The data folder, with the blobs.
+        url: URL of the database in PostgreSQL; empty: SQLite in the data folder.
+    """
+    if not url:
+        return _check(data_dir / DATABASE_FILE, data_dir)
+    with tempfile.TemporaryDirectory(prefix="gradrule-check-") as made:
+        file = Path(made) / DATABASE_FILE
+        _export(url, file)
+        return _check(file, data_dir)
+
+
+def _check(file: Path, data_dir: Path) -> Report:
+    """Checks a database and the blobs of a data folder."""
     if not file.is_file():
         raise BackupError(f"there is no registry in {data_dir}: it has no {DATABASE_FILE}")
     report = Report()
     try:
-        with contextlib.closing(_open(file)) as database:
+        with contextlib.closing(open_file(file)) as database:
             _check_database(database, report)
     except sqlite3.Error as cause:
         report.problems.append(f"the database cannot be read: {cause}")
@@ -96,8 +118,8 @@ def check(data_dir: Path) -> Report:
     return report
 
 
-def backup(data_dir: Path, to: Path) -> Report:
-    """Backs up a registry to a new folder, also while a server uses it. Raises `BackupError`."""
+def backup(data_dir: Path, to: Path, url: str = "") -> Report:
+    """Backs up a registry to a new folder, also while a server uses it; see `check`. Raises `BackupError`."""
     if to.exists():
         raise BackupError(f"{to} exists already; name a folder that does not exist")
     unfinished = to.with_name(f".{to.name}.unfinished")
@@ -106,7 +128,7 @@ def backup(data_dir: Path, to: Path) -> Report:
         if unfinished.exists():
             shutil.rmtree(unfinished)
         for _ in range(_ATTEMPTS):
-            report = _copy(data_dir, unfinished)
+            report = _copy(data_dir, unfinished, url)
             if report is not None:
                 unfinished.rename(to)
                 sync_to_disk(to.parent)
@@ -117,8 +139,11 @@ def backup(data_dir: Path, to: Path) -> Report:
     raise BackupError(f"programs were created and deleted in {data_dir} during each attempt; try again")
 
 
-def restore(folder: Path, data_dir: Path) -> Report:
-    """Restores a backup into a data folder without a registry, and migrates it. Raises `BackupError`."""
+def restore(folder: Path, data_dir: Path, url: str = "") -> Report:
+    """Restores a backup, and migrates it; see `check`. Raises `BackupError`.
+
+    There must be no database in the data folder, or no rule and no program in the database in PostgreSQL.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     except (OSError, ValueError) as cause:
@@ -142,17 +167,76 @@ def restore(folder: Path, data_dir: Path) -> Report:
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(data_dir):
-            _check_empty(data_dir)
+            if not url:
+                _check_empty(data_dir)
             for path in sorted(report.blobs - report.missing):
                 _copy_blob(folder / BLOBS / path, data_dir / BLOBS / path)
-            # Remove the marker, which may belong to another registry; the server creates it again.
-            (data_dir / MARKER).unlink(missing_ok=True)
             with _migrated(folder / DATABASE_FILE, data_dir) as database:
+                if url:
+                    report.left_out = _import(database, url)
+                    return report
+                # Remove the marker, which may belong to another registry; the server creates it again.
+                (data_dir / MARKER).unlink(missing_ok=True)
                 # Copy the database last: a folder without a database is not a registry.
                 copy_database(database, data_dir / DATABASE_FILE)
     except (OSError, sqlite3.Error, StoreError) as cause:
         raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
     return report
+
+
+def copy_registry(data_dir: Path, url: str, to_data_dir: Path, to_url: str) -> Report:
+    """Copies a registry with its blobs to an empty one, and verifies the copy; see `check`. Raises `BackupError`."""
+    with tempfile.TemporaryDirectory(prefix="gradrule-copy-") as made:
+        folder = Path(made) / "copy"
+        backup(data_dir, folder, url)
+        report = restore(folder, to_data_dir, to_url)
+        copied = to_data_dir / DATABASE_FILE
+        if to_url:
+            copied = Path(made) / "copied"
+            _export(to_url, copied)
+        with _migrated(folder / DATABASE_FILE, Path(made)) as database:
+            if content_digest(copied) != content_digest(database):
+                raise BackupError(
+                    "the copy differs from the registry, because a server has changed it already; compare them, or "
+                    "copy again to an empty one"
+                )
+    return report
+
+
+def _export(url: str, file: Path) -> None:
+    with _postgres_errors(url):
+        from gradrule_server.registry.postgres_copy import export_registry
+
+        export_registry(url, file)
+
+
+def _import(file: Path, url: str) -> list[str]:
+    with _postgres_errors(url):
+        from gradrule_server.registry.postgres_copy import import_registry
+
+        return import_registry(file, url)
+
+
+def create_empty_postgres_registry(url: str) -> str:
+    """Creates an empty registry in PostgreSQL; returns the schema that holds the old tables. Raises `BackupError`."""
+    with _postgres_errors(url):
+        from gradrule_server.registry.postgres_copy import new_registry
+
+        return new_registry(url)
+
+
+@contextlib.contextmanager
+def _postgres_errors(url: str) -> Iterator[None]:
+    """Raises `BackupError` in place of errors of a database in PostgreSQL."""
+    try:
+        # For its error if the driver is not installed.
+        import_postgres()
+        yield
+    except (StoreError, GradruleError) as cause:
+        message = cause.message if isinstance(cause, GradruleError) else str(cause)
+        raise BackupError(message if describe_url(url) in message else f"{describe_url(url)}: {message}") from cause
+    except SQLAlchemyError as cause:
+        raise BackupError(f"the copy of {describe_url(url)} cannot be written: {type(cause).__name__}") from cause
 
 
 def create_empty_registry(data_dir: Path) -> list[Path]:
@@ -188,7 +272,7 @@ def _check_empty(data_dir: Path) -> None:
 @contextlib.contextmanager
 def _migrated(database: Path, folder: Path) -> Iterator[Path]:
     """Returns the path of a database of the current version: the database itself, or a migrated temporary copy."""
-    with contextlib.closing(_open(database)) as opened:
+    with contextlib.closing(open_file(database)) as opened:
         if _version(opened) == str(SCHEMA_VERSION):
             yield database
             return
@@ -198,26 +282,31 @@ def _migrated(database: Path, folder: Path) -> Iterator[Path]:
         yield Path(made) / DATABASE_FILE
 
 
-def _copy(data_dir: Path, to: Path) -> Report | None:
+def _copy(data_dir: Path, to: Path, url: str) -> Report | None:
     """Copies a registry; returns None if a program's blob was removed meanwhile."""
-    if not (data_dir / DATABASE_FILE).is_file():
+    place = describe_url(url) if url else str(data_dir)
+    if not url and not (data_dir / DATABASE_FILE).is_file():
         raise BackupError(f"there is no registry in {data_dir}: it has no {DATABASE_FILE}")
-    missing_before = check(data_dir).missing
+    # The data folder of a server with PostgreSQL has blobs of its own, and not all.
+    missing_before = None if url else check(data_dir).missing
     to.mkdir(mode=0o700)
-    try:
-        copy_database(data_dir / DATABASE_FILE, to / DATABASE_FILE)
-    except sqlite3.Error as cause:
-        raise BackupError(f"the database in {data_dir} cannot be read: {cause}") from cause
+    if url:
+        _export(url, to / DATABASE_FILE)
+    else:
+        try:
+            copy_database(data_dir / DATABASE_FILE, to / DATABASE_FILE)
+        except sqlite3.Error as cause:
+            raise BackupError(f"the database in {data_dir} cannot be read: {cause}") from cause
     needed = check(to)
     if needed.problems:
-        raise BackupError(f"the registry in {data_dir} is damaged: {'; '.join(needed.problems)}")
+        raise BackupError(f"the registry in {place} is damaged: {'; '.join(needed.problems)}")
     missing = set()
     for path in sorted(needed.blobs):
         try:
             _copy_blob(data_dir / BLOBS / path, to / BLOBS / path)
         except FileNotFoundError:
             missing.add(path)
-    if not missing <= missing_before:
+    if missing_before is not None and not missing <= missing_before:
         return None
     manifest = {
         "format": _FORMAT,
@@ -274,13 +363,6 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
         else:
             folder = folder_name(tenant)
             report.blobs.update(f"{folder}/{name}" if folder else name for name in needed)
-
-
-def _open(file: Path) -> sqlite3.Connection:
-    # Do not open it read-only: SQLite must be able to apply the log of a server that was killed.
-    database = sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
-    database.text_factory = decode_text
-    return database
 
 
 def _version(database: sqlite3.Connection) -> str:

@@ -21,7 +21,7 @@ _KEPT_ROWS = 100_000
 _PRUNE_EVERY = 1000
 # To apply more changes takes longer than to read everything.
 _MOST_CHANGES = 5000
-# Kind of a row that starts a log, in new or migrated tables.
+# Kind of a row that starts a log: everything may have changed.
 _START = "start"
 
 
@@ -70,6 +70,7 @@ class ChangeLog:
         continues = bool(rows) and _position(rows[0]) == self._position and len(rows) <= _MOST_CHANGES
         if continues and len(rows) == 1:
             return
+        continues = continues and all(row.kind != _START for row in rows[1:])
         version = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar_one_or_none()
         if version != str(SCHEMA_VERSION):
             raise SupersededError(
@@ -85,7 +86,7 @@ class ChangeLog:
             self._position = None if newest is None else _position(newest)
             return
         if self.follower is not None:
-            self.follower.apply([_change(row) for row in rows[1:] if row.kind != _START])
+            self.follower.apply([_change(row) for row in rows[1:]])
         self._position = _position(rows[-1])
 
 

@@ -18,6 +18,9 @@ from gradrule_server.registry.data_folder import StoreError
 
 T = TypeVar("T")
 
+# How long a server that starts waits for a database that starts too.
+_START_WAIT_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -63,10 +66,12 @@ class Database:
     Attributes:
         is_shared: Whether several servers may use the database at a time.
         description: Where the database is, for messages; holds no password.
+        away: Why the database cannot be used now; empty: it can.
     """
 
     is_shared: ClassVar[bool] = False
     description: str
+    away: str = ""
 
     def read(self) -> AbstractContextManager[Connection]:
         """Opens a transaction that reads; all its queries see one state."""
@@ -133,29 +138,22 @@ def open_database(url: str, folder: Path, *, is_new: bool = False) -> Database:
     """
     # Load only the driver that is used.
     if url:
-        return open_postgres(url, folder)
+        import_postgres()
+        from gradrule_server.registry.postgres_database import PostgresDatabase
+
+        return PostgresDatabase(url, folder, wait_s=_START_WAIT_S)
     from gradrule_server.registry.sqlite_database import SqliteDatabase
 
     return SqliteDatabase(folder, is_new=is_new)
 
 
-def open_postgres(url: str, folder: Path | None = None, *, wait_s: float = 30.0) -> Database:
-    """Opens a PostgreSQL database.
-
-    Args:
-        url: Its URL.
-        folder: The folder of a server's caches, which this server alone uses; None: there is none.
-        wait_s: How long to wait for a database that is not there yet, seconds.
-
-    Raises:
-        StoreError: The database or the folder cannot be used, or the driver is not installed.
-    """
+def import_postgres() -> None:
+    """Loads the driver of PostgreSQL. Raises `StoreError` if it is not installed."""
     try:
-        from gradrule_server.registry.postgres_database import PostgresDatabase
+        import psycopg  # noqa: F401
     except ModuleNotFoundError as cause:
         if cause.name != "psycopg":
             raise
         raise StoreError(
             "a registry in PostgreSQL needs the package psycopg: pip install 'gradrule[server,postgres]'"
         ) from None
-    return PostgresDatabase(url, folder, wait_s=wait_s)

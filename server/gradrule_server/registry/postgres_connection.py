@@ -13,6 +13,8 @@ from sqlalchemy import Connection, Engine, create_engine, text
 
 from gradrule_server.registry.database_url import check_url
 
+APPLICATION_NAME = "gradrule"
+"""What PostgreSQL shows as the name of a server's connections, unless the URL sets another."""
 CONNECT_S = 3
 """Longest time until a host has accepted a connection, seconds."""
 STATEMENT_S = 5.0
@@ -29,7 +31,7 @@ _SETTINGS = {
     "statement_timeout": f"{STATEMENT_S * 1000:.0f}",
     "lock_timeout": f"{STATEMENT_S * 1000 - 500:.0f}",
     # A server that hangs within a transaction must not stop the writes of all others.
-    "idle_in_transaction_session_timeout": "60000",
+    "idle_in_transaction_session_timeout": "15000",
     # An acknowledged write must survive, whatever the default of the database is.
     "synchronous_commit": "on",
 }
@@ -66,7 +68,7 @@ def create_postgres_engine(url: str) -> Engine:
         options = [given.pop("options", None) or "", *(f"-c {name}={value}" for name, value in _SETTINGS.items())]
         defaults: dict[str, Any] = {
             "connect_timeout": CONNECT_S,
-            "application_name": "gradrule",
+            "application_name": APPLICATION_NAME,
             "target_session_attrs": "read-write",
             "keepalives_idle": 10,
             "keepalives_interval": 5,

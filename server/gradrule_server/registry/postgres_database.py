@@ -9,6 +9,7 @@ While the database is away, calls fail at once; one call each second tries to co
 
 from __future__ import annotations
 
+import datetime
 import logging
 import threading
 import time
@@ -29,7 +30,12 @@ from gradrule_server.registry.change_log import ChangeLog, SupersededError
 from gradrule_server.registry.data_folder import DATABASE_FILE, FolderInUseError, FolderLock, StoreError
 from gradrule_server.registry.database import Change, Database, Follower, T
 from gradrule_server.registry.database_url import describe_url, hide_password
-from gradrule_server.registry.postgres_connection import STATEMENT_S, create_postgres_engine, time_for
+from gradrule_server.registry.postgres_connection import (
+    APPLICATION_NAME,
+    STATEMENT_S,
+    create_postgres_engine,
+    time_for,
+)
 from gradrule_server.registry.schema import SCHEMA_VERSION, change_metadata, meta, metadata, migrate
 
 _log = logging.getLogger(__name__)
@@ -51,6 +57,12 @@ _AWAY = ("08", "53", "57P", "25006")
 _TEMPORARY = ("starting up", "shutting down", "recovery", "too many", "connection slots", "terminating")
 
 
+_OTHER_SERVERS = (
+    "SELECT count(*) FROM pg_stat_activity "
+    "WHERE datname = current_database() AND application_name = :name AND pid <> pg_backend_pid()"
+)
+
+
 class _TryAgain(Exception):
     """PostgreSQL ended a transaction to let another one go on."""
 
@@ -62,6 +74,7 @@ class PostgresDatabase(Database):
         url: Its URL, with all options of libpq.
         folder: The folder of this server's caches, which no other server may use; None: there is none.
         wait_s: How long to wait for a database that is not there yet, seconds.
+        creates: Whether the tables are created in an empty database.
 
     Raises:
         StoreError: The database cannot be used, or it is that of another program or of another version.
@@ -69,9 +82,10 @@ class PostgresDatabase(Database):
 
     is_shared = True
 
-    def __init__(self, url: str, folder: Path | None = None, *, wait_s: float = 0.0) -> None:
+    def __init__(self, url: str, folder: Path | None = None, *, wait_s: float = 0.0, creates: bool = True) -> None:
         self.description = describe_url(url)
         self._url = url
+        self._creates = creates
         self._warning = RepeatedWarning(_log)
         self._log = ChangeLog()
         # One thread of this server at a time applies changes or writes.
@@ -79,7 +93,7 @@ class PostgresDatabase(Database):
         self._refreshes_started = self._refreshes_done = 0
         self._thread = _ThreadState()
         self._state = threading.Lock()
-        self._away = ""
+        self.away = ""
         self._is_probing = False
         self._probe_at = 0.0
         self._folder_lock = None if folder is None else _lock_folder(folder)
@@ -92,11 +106,6 @@ class PostgresDatabase(Database):
             self.close()
             raise
 
-    @property
-    def away(self) -> str:
-        """Why the database cannot be used; empty: it can."""
-        return self._away
-
     def close(self) -> None:
         """Closes all connections, and unlocks the folder."""
         self._engine.dispose()
@@ -106,11 +115,11 @@ class PostgresDatabase(Database):
 
     def check(self) -> None:
         """Applies changes of other servers; logs why the database cannot be used, and when it can be used again."""
-        was_away = self._away
+        was_away = self.away
         try:
             self.refresh()
         except GradruleError as cause:
-            self._warning.report(f"{self._away or cause.message}; the server goes on with what it has in memory")
+            self._warning.report(f"{self.away or cause.message}; the server goes on with what it has in memory")
             return
         self._warning.report(None)
         if was_away:
@@ -153,7 +162,7 @@ class PostgresDatabase(Database):
 
     def _attempt(self, work: Callable[[], T], first: Callable[[], None] | None) -> T:
         with ExitStack() as stack:
-            stack.enter_context(self._guarded())
+            stack.enter_context(self._guarded(tries_again=True))
             if first is None:
                 # Wait for the turn before the connection, of which there are few.
                 stack.enter_context(self._turn())
@@ -203,6 +212,23 @@ class PostgresDatabase(Database):
     def record(self, connection: Connection, change: Change) -> None:
         self._log.append(connection, change)
 
+    def start_again(self) -> str:
+        """Moves all tables to a new schema and creates empty ones; returns the name of that schema.
+
+        Raises:
+            StoreError: A server uses the database.
+        """
+        schema = f"until_{datetime.datetime.now(datetime.UTC):%Y%m%dt%H%M%S}"
+        with self._guarded(), self._engine.begin() as connection:
+            _lock_writers(connection)
+            if connection.execute(text(_OTHER_SERVERS), {"name": APPLICATION_NAME}).scalar_one():
+                raise StoreError(f"a server uses {self.description}; stop it first")
+            connection.execute(text(f"CREATE SCHEMA {schema}"))
+            for table in inspect(connection).get_table_names():
+                connection.execute(text(f'ALTER TABLE "{table}" SET SCHEMA {schema}'))
+            self._create_or_check(connection)
+        return schema
+
     def _open(self, ends_at: float) -> None:
         """Creates or checks the tables. Several servers may do this at once: one does it, and the others find them."""
         while True:
@@ -227,6 +253,8 @@ class PostgresDatabase(Database):
                 f"{self.description} is the database of another program (it has the table {min(tables)}); create a "
                 "database for gradrule alone"
             )
+        if not tables and not self._creates:
+            raise StoreError(f"there is no registry in {self.description}: it has no tables")
         # Tables that this release has added are created in an older database.
         metadata.create_all(connection)
         change_metadata.create_all(connection)
@@ -255,8 +283,11 @@ class PostgresDatabase(Database):
             self._turns.release()
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Raises UNAVAILABLE in place of errors of the database, and at once while it is away."""
+    def _guarded(self, *, tries_again: bool = False) -> Iterator[None]:
+        """Raises UNAVAILABLE in place of errors of the database, and at once while it is away.
+
+        `tries_again`: Raises `_TryAgain` after a serialisation failure or a deadlock.
+        """
         if self._thread.is_guarded:
             yield
             return
@@ -270,9 +301,11 @@ class PostgresDatabase(Database):
         except PoolTimeoutError as cause:
             raise _unavailable("is busy") from cause
         except DBAPIError as cause:
+            if tries_again and _sqlstate(cause) in _AGAIN:
+                raise _TryAgain from cause
             raise self._translate(cause) from cause
         else:
-            if self._away:
+            if self.away:
                 self._set_away("")
         finally:
             self._thread.is_guarded = False
@@ -282,7 +315,7 @@ class PostgresDatabase(Database):
     def _enter(self) -> bool:
         """Returns whether this call tries if the database is back. Raises UNAVAILABLE if another call does that."""
         with self._state:
-            if not self._away:
+            if not self.away:
                 return False
             if self._is_probing or time.monotonic() < self._probe_at:
                 raise _unavailable("cannot be reached")
@@ -291,14 +324,12 @@ class PostgresDatabase(Database):
 
     def _set_away(self, reason: str) -> None:
         with self._state:
-            self._away = reason
+            self.away = reason
             self._probe_at = time.monotonic() + _RETRY_S
 
     def _translate(self, cause: DBAPIError) -> Exception:
         state = _sqlstate(cause)
-        if state in _AGAIN:
-            return _TryAgain() if self._thread.connection is not None else _unavailable("is busy with other writes")
-        if state in _BUSY:
+        if state in _AGAIN or state in _BUSY:
             return _unavailable("is busy")
         if state == _DISK_FULL:
             return error(

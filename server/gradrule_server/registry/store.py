@@ -31,8 +31,13 @@ from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import error
 from gradrule_server.registry.database import Change, Database, Follower, T, open_database
 from gradrule_server.registry.schema import blobs, programs, rules
+
+# A value in PostgreSQL, and the message that carries it, have less than 1 GiB.
+_MAX_GRAPH_BYTES = 1_000_000_000
 
 DEFAULT_TENANT = "default"
 """The tenant of callers without credentials, and of rows that releases without tenants wrote."""
@@ -95,6 +100,11 @@ class Store:
     def database(self) -> Database:
         """The database, for the index of shared blobs."""
         return self._database
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the database could be used last."""
+        return not self._database.away
 
     def close(self) -> None:
         """Closes the database."""
@@ -196,6 +206,8 @@ class Store:
         query = _program_rows(tenant).where(is_meant).order_by(programs.c.id).limit(count + 1)
         found: list[ProgramRow] = []
         # Read row by row, so that summaries beyond the limit are not read.
+        if self.is_shared:
+            query = query.execution_options(stream_results=True, max_row_buffer=16)
         with self._database.read() as connection, connection.execute(query) as rows:
             for row in rows:
                 max_bytes -= len(row.summary) if isinstance(row.summary, bytes) else 0
@@ -238,8 +250,16 @@ class Store:
     def add_graph(self, graph: bytes, tenant: str = DEFAULT_TENANT) -> bool:
         """Adds the graph of a program that `add_program` adds in the same transaction; returns whether it is new.
 
-        For `first` of `exclusively`: a large graph takes long, and no lock is held meanwhile.
+        For `first` of `exclusively`: a large graph takes long, and no lock is held meanwhile. Raises LIMIT_EXCEEDED for
+        a graph that PostgreSQL cannot store.
         """
+        if len(graph) > _MAX_GRAPH_BYTES:
+            raise error(
+                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                f"the graph has {len(graph)} bytes; a registry in PostgreSQL stores graphs of at most "
+                f"{_MAX_GRAPH_BYTES} bytes. Send large constants as variables, whose values are blobs",
+                field="spec.graph",
+            )
         digest = hashlib.sha256(graph).hexdigest()
         added = upsert(blobs).values(tenant=tenant, digest=digest, content=graph).on_conflict_do_nothing()
         with self._database.write() as connection, self._database.time_for(connection, len(graph)):

@@ -21,6 +21,8 @@ class JaxLibrary:
         return isinstance(value, jax.Array)
 
     def function(self, name: str) -> Compute:
+        if name == "abs":
+            return _abs
         module: Any = jax.scipy.special if name.startswith("scipy.special.") else jnp
         found: Compute = getattr(module, name.rpartition(".")[2])
         return found
@@ -50,6 +52,11 @@ class JaxLibrary:
 
     def constant(self, value: Any) -> Any:
         return jax.lax.stop_gradient(value)
+
+
+def _abs(value: Any) -> Any:
+    # The derivative of JAX's own function is 1 at 0; TensorFlow's is 0.
+    return jnp.abs(value) if jnp.iscomplexobj(value) else value * jax.lax.stop_gradient(jnp.sign(value))
 
 
 JAX = JaxLibrary()

@@ -65,6 +65,7 @@ class Library(Protocol):
 # Elementwise ops: the function in NumPy (or SciPy's special functions), PyTorch and JAX.
 ELEMENTWISE: Mapping[str, tuple[str, str, str]] = {
     "Neg": ("negative", "neg", "negative"),
+    "Abs": ("abs", "abs", "abs"),
     "ComplexAbs": ("abs", "abs", "abs"),
     "Sign": ("sign", "sgn", "sign"),
     "Exp": ("exp", "exp", "exp"),
@@ -137,12 +138,6 @@ def _number(library: Library, value: float, like: Any) -> Any:
 
 def _dtype_of(value: Any) -> str:
     return str(value.dtype).removeprefix("torch.")
-
-
-def _abs(library: Library, _: Attrs, x: Any) -> Any:
-    # JAX's derivative at 0 is 1; TensorFlow's is 0.
-    sign = library.constant(_apply(library, "Sign", x))
-    return library.where(x == 0, library.constant(x - x), x * sign)
 
 
 def _larger_or_smaller(comparison: str) -> Compute:
@@ -221,7 +216,6 @@ def _draw(numbers: Callable[..., Any]) -> Compute:
 OPS: Mapping[str, Compute] = {
     **{op: _elementwise(op) for op in ELEMENTWISE},
     **{op: _reduce(op) for op in ("Sum", "Mean", "Prod", "Max", "Min", "Any", "All")},
-    "Abs": _abs,
     "Maximum": _larger_or_smaller("GreaterEqual"),
     "Minimum": _larger_or_smaller("LessEqual"),
     "Sigmoid": _sigmoid,

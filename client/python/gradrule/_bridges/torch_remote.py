@@ -132,7 +132,11 @@ class RemoteModule(torch.nn.Module):
         if len(arguments) > len(others):
             raise UnknownFeedError(f"{len(arguments)} arguments, but the inputs without a parameter are {others}")
         own = {name: getattr(self, attribute) for name, attribute in self._parameter_of.items()}
-        return self._remote(**dict(zip(others, arguments, strict=False)), **named, **own)
+        given = dict(zip(others, arguments, strict=False))
+        twice = [name for name in named if name in given or name in own]
+        if twice:
+            raise UnknownFeedError(f"the input {twice[0]!r} is given twice, or is a parameter of the module")
+        return self._remote(**given, **named, **own)
 
 
 class _Call:

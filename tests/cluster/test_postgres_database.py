@@ -1,0 +1,298 @@
+"""Tests a registry's database in PostgreSQL as several servers use it: starting, migrating, following, refusing."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from sqlalchemy import text
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.registry import change_log, postgres_database, schema
+from gradrule_server.registry.data_folder import StoreError
+from gradrule_server.registry.database import Change
+from gradrule_server.registry.postgres_database import PostgresDatabase
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
+from tests.cluster.postgres import PASSWORD, PostgresServer
+from tests.unit.registry.rows import execute
+
+T = TypeVar("T")
+
+
+def rule(name: str) -> RuleRow:
+    return RuleRow(name, b"definition", "", 1)
+
+
+class Follower:
+    """Records what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[Change | str] = []
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        self.seen += changes
+
+    def reload(self) -> None:
+        self.seen.append("reload")
+
+
+@pytest.fixture
+def open_another(database_url: str) -> Iterator[Callable[[], Store]]:
+    """Returns a function that opens the registry as one more server does."""
+    opened: list[Store] = []
+
+    def open_one() -> Store:
+        opened.append(Store(PostgresDatabase(database_url)))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def follow(store: Store) -> Follower:
+    """Starts to follow a registry."""
+    follower = Follower()
+    store.consistently(lambda: store.follow(follower))
+    return follower
+
+
+def at_once(function: Callable[[], T], count: int = 8) -> list[T]:
+    """Calls a function in several threads at once."""
+    start = threading.Barrier(count)
+
+    def call(_: int) -> T:
+        start.wait()
+        return function()
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(call, range(count)))
+
+
+def test_servers_that_start_at_once_create_one_registry(open_another: Callable[[], Store]) -> None:
+    stores = at_once(open_another)
+    assert len({tuple(execute(store, "SELECT key, value FROM meta ORDER BY key")) for store in stores}) == 1
+    stores[0].add_rule(rule("a"))
+    assert [row.name for row in stores[-1].rules()] == ["a"]
+
+
+def test_servers_that_migrate_at_once_migrate_once(
+    open_another: Callable[[], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = open_another()
+    old.add_rule(rule("a"))
+    follower = follow(old)
+    steps = {"postgresql": {2: ("ALTER TABLE rules ADD COLUMN added INTEGER DEFAULT 7", "SELECT pg_sleep(0.1)")}}
+    monkeypatch.setattr(schema, "_STEPS", steps)
+    for module in (schema, change_log, postgres_database):
+        monkeypatch.setattr(module, "SCHEMA_VERSION", 3)
+    new = at_once(open_another, 4)
+    assert execute(new[0], "SELECT name, added FROM rules") == [("a", 7)]
+    assert execute(new[0], "SELECT value FROM meta WHERE key = 'schema_version'") == [("3",)]
+    # The older server notices it, and refuses to write tables that it does not know.
+    monkeypatch.setattr(change_log, "SCHEMA_VERSION", 2)
+    with pytest.raises(GradruleError, match="newer release"):
+        old.refresh()
+    with pytest.raises(GradruleError) as refusal:
+        old.exclusively(lambda: old.add_rule(rule("b")))
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
+    assert follower.seen == []
+    monkeypatch.setattr(postgres_database, "SCHEMA_VERSION", 2)
+    monkeypatch.setattr(schema, "_STEPS", {"postgresql": {}})
+    with pytest.raises(StoreError, match=r"has schema version 3, and this server reads version 2"):
+        open_another()
+
+
+def test_database_of_another_program_is_refused_unchanged(postgres: PostgresServer, database_url: str) -> None:
+    name = database_url.rpartition("/")[2]
+    postgres.execute("CREATE TABLE photographs (id integer)", database=name)
+    with pytest.raises(StoreError, match=r"database of another program .*photographs"):
+        PostgresDatabase(database_url)
+    found = postgres.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'", database=name)
+    assert found == ["photographs"]
+
+
+def test_database_of_another_encoding_is_refused(postgres: PostgresServer) -> None:
+    url = postgres.create_database(options="ENCODING 'LATIN1' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'")
+    with pytest.raises(StoreError, match="has the encoding LATIN1; create a database with ENCODING 'UTF8'"):
+        PostgresDatabase(url)
+
+
+def test_refusals_hold_no_password(database_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    for url in (
+        database_url + "x",
+        database_url.replace("127.0.0.1", "host.invalid"),
+        database_url + f"?password={PASSWORD}&sslmode=verify-full",
+    ):
+        with pytest.raises(StoreError) as refusal:
+            PostgresDatabase(url)
+        assert PASSWORD not in str(refusal.value)
+    assert PASSWORD not in caplog.text
+
+
+def test_one_data_folder_belongs_to_one_server(database_url: str, tmp_path: Path) -> None:
+    with closing(PostgresDatabase(database_url, tmp_path)):
+        with pytest.raises(StoreError, match="in use by another server"):
+            PostgresDatabase(database_url, tmp_path)
+        PostgresDatabase(database_url, tmp_path / "other").close()
+    PostgresDatabase(database_url, tmp_path).close()
+
+
+def test_other_servers_learn_changes_in_their_order(open_another: Callable[[], Store]) -> None:
+    one, two = open_another(), open_another()
+    first, second = follow(one), follow(two)
+    one.exclusively(lambda: one.add_rule(rule("a"), "ada"))
+    two.exclusively(lambda: two.add_program(ProgramRow("p", "i", b"12", 1), ProgramContent(b"3", b"456", b"")))
+    # A writer has applied all earlier changes before it writes.
+    assert second.seen == [Change("rule", "ada", "a", 1, 10)]
+    one.exclusively(lambda: one.remove_rule("a", "ada"))
+    assert first.seen == [Change("program", "default", "p", 1, 6)]
+    two.exclusively(lambda: two.remove_program("p"))
+    for store in (one, two, one):
+        store.refresh()
+    assert first.seen[1:] == [Change("program", "default", "p", -1, -6)]
+    assert second.seen[1:] == [Change("rule", "ada", "a", -1, -10)]
+
+
+def test_threads_that_refresh_at_once_share_a_query(open_another: Callable[[], Store]) -> None:
+    one, two = open_another(), open_another()
+    follower = follow(two)
+    for number in range(20):
+        one.add_rule(rule(f"r{number}"))
+        at_once(two.refresh, 4)
+        assert [change.name for change in follower.seen if isinstance(change, Change)][-1] == f"r{number}"
+    assert len(follower.seen) == 20
+
+
+@pytest.mark.parametrize("how", ["restored", "pruned", "emptied"])
+def test_log_that_does_not_continue_makes_a_server_read_everything(open_another: Callable[[], Store], how: str) -> None:
+    one, two = open_another(), open_another()
+    one.add_rule(rule("a"))
+    follower = follow(two)
+    if how == "restored":
+        # An older state of the database, in which others have written since.
+        execute(one, "DELETE FROM changes WHERE name = 'a'")
+        one.add_rule(rule("b"))
+    elif how == "pruned":
+        for name in "bcd":
+            one.add_rule(rule(name))
+        execute(one, "DELETE FROM changes WHERE name IN ('', 'a', 'b')")
+    else:
+        execute(one, "DELETE FROM changes")
+    two.refresh()
+    assert follower.seen == ["reload"]
+    one.add_rule(rule("z"))
+    two.refresh()
+    assert len(follower.seen) == 2
+
+
+def test_log_keeps_the_last_rows(open_another: Callable[[], Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_log, "_KEPT_ROWS", 5)
+    monkeypatch.setattr(change_log, "_PRUNE_EVERY", 10)
+    store = open_another()
+    for number in range(20):
+        store.add_rule(rule(f"r{number}"))
+    [(oldest, newest)] = execute(store, "SELECT min(number), max(number) FROM changes")
+    assert newest == 21
+    assert oldest > 10
+
+
+def test_failing_follower_reads_everything_next_time(open_another: Callable[[], Store]) -> None:
+    one, two = open_another(), open_another()
+    follower = follow(two)
+    one.add_rule(rule("a"))
+    applied = follower.apply
+    follower.apply = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        two.refresh()
+    follower.apply = applied  # type: ignore[method-assign]
+    two.refresh()
+    assert follower.seen == ["reload"]
+
+
+def test_deadlock_is_tried_again(open_another: Callable[[], Store]) -> None:
+    store = open_another()
+    attempts = []
+
+    def work() -> None:
+        attempts.append(1)
+        if len(attempts) < 3:
+            with store.database.write() as connection:
+                connection.execute(text("DO $$ BEGIN RAISE EXCEPTION 'deadlock' USING ERRCODE = '40P01'; END $$"))
+        store.add_rule(rule("a"))
+
+    store.exclusively(work)
+    assert len(attempts) == 3
+    assert [row.name for row in store.rules()] == ["a"]
+    with pytest.raises(GradruleError, match="busy"):
+        store.exclusively(lambda: execute(store, "DO $$ BEGIN RAISE EXCEPTION '' USING ERRCODE = '40001'; END $$"))
+
+
+def test_writer_that_waits_too_long_is_refused(
+    postgres: PostgresServer, open_another: Callable[[], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_another()
+    release, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store.database.write():
+            held.set()
+            release.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    try:
+        with pytest.raises(GradruleError, match="is busy; try again") as refusal:
+            store.exclusively(lambda: store.add_rule(rule("a")))
+        assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
+        assert refusal.value.retry_after_s
+        # Reading goes on.
+        assert store.rules() == []
+    finally:
+        release.set()
+        thread.join()
+    store.exclusively(lambda: store.add_rule(rule("a")))
+
+
+def test_database_that_is_away_is_reported_once(
+    postgres: PostgresServer, open_another: Callable[[], Store], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_another()
+    follower = follow(store)
+    postgres.stop()
+    try:
+        for _ in range(5):
+            store.check()
+        with pytest.raises(GradruleError, match="cannot be reached; try again"):
+            store.rules()
+        [line] = caplog.messages
+        assert "goes on with what it has in memory" in line
+        assert PASSWORD not in line
+    finally:
+        postgres.start()
+    other = open_another()
+    other.add_rule(rule("a"))
+    caplog.set_level(logging.INFO)
+    while not follower.seen:
+        store.check()
+    assert "can be used again" in caplog.text
+    assert store.rules() == [rule("a")]
+
+
+def test_server_of_sqlite_does_not_load_the_driver(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from gradrule_server import app\n"
+        "from gradrule_server.registry.store import Store; Store(Path(sys.argv[1])).close()\n"
+        "assert not {'psycopg', 'fsspec', 's3fs', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

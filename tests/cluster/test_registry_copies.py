@@ -1,0 +1,175 @@
+"""Tests `gradrule registry` on PostgreSQL: backups, restores, checks, new registries, and copies either way."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradrule.v1 import program_pb2, rule_pb2, tensor_pb2
+from gradrule_server.commands.registry import run
+from gradrule_server.registry.backup import check
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.database import open_database
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
+from tests.cluster.postgres import PASSWORD, PostgresServer
+from tests.unit.registry.rows import execute
+from tests.unit.registry.version_1 import version_1
+
+DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy").SerializeToString()
+WEIGHTS = b"weights"
+DIGEST = hashlib.sha256(WEIGHTS).hexdigest()
+TENANT = "\N{GREEK SMALL LETTER PI} tenant"
+
+
+@contextlib.contextmanager
+def opened(folder: Path, url: str = "") -> Iterator[Store]:
+    """Opens the registry of a server."""
+    store = Store(open_database(url, folder))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def fill(folder: Path, url: str = "") -> object:
+    """Adds rules and programs of two tenants, with a blob, and returns `content`."""
+    with opened(folder, url) as store:
+        upload = BlobStore(folder / "blobs", 1 << 20).for_tenant("ada").upload(DIGEST)
+        upload.write(WEIGHTS)
+        upload.finish()
+        upload.close()
+        store.add_rule(RuleRow("Q", DEFINITION, "a\0b \\ \N{GREEK SMALL LETTER PI}", 2**50))
+        store.add_rule(RuleRow("Q", DEFINITION, "", 1), TENANT)
+        spec = program_pb2.ProgramSpec()
+        spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=DIGEST)})
+        source = ProgramContent(spec.SerializeToString(), bytes(range(256)) * 20_000, b"")
+        for name in ("p", "q"):
+            store.add_program(ProgramRow(name, "same", b"", 5), source, "ada")
+    return content(folder, url)
+
+
+def content(folder: Path, url: str = "") -> object:
+    """Returns everything that `fill` has added."""
+    with opened(folder, url) as store:
+        return (
+            store.rules(),
+            store.rules(TENANT),
+            store.program_identities("ada"),
+            store.program("p", "ada"),
+            store.program_content("q", "same", "ada"),
+            store.kept_bytes(),
+            BlobStore(folder / "blobs", 1 << 20).for_tenant("ada").read(DIGEST),
+        )
+
+
+@pytest.mark.parametrize("source", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("target", ["sqlite", "postgresql"])
+def test_backup_of_one_database_can_be_restored_to_the_other(
+    postgres: PostgresServer, tmp_path: Path, source: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [postgres.create_database() if name == "postgresql" else "" for name in (source, target)]
+    before = fill(tmp_path / "from", urls[0])
+    places = [
+        ["--data-dir", str(tmp_path / name), *(("--registry", url) if url else ())]
+        for name, url in zip(("from", "to"), urls, strict=True)
+    ]
+    assert run(["check", *places[0]]) == 0
+    assert run(["backup", str(tmp_path / "copy"), *places[0]]) == 0
+    assert run(["restore", str(tmp_path / "copy"), *places[1]]) == 0
+    assert content(tmp_path / "to", urls[1]) == before
+    assert run(["check", *places[1]]) == 0
+    assert run(["restore", str(tmp_path / "copy"), *places[1]]) == 1
+    printed = capsys.readouterr()
+    assert "2 rules and 2 programs of 3 tenants, which need 1 blobs" in printed.out
+    assert "already" in printed.err
+    assert PASSWORD not in printed.out + printed.err
+
+
+def test_registry_is_copied_to_postgresql_and_back(
+    postgres: PostgresServer, database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = fill(tmp_path / "old")
+    shared = ["--data-dir", str(tmp_path / "shared")]
+    assert run(["copy", str(tmp_path / "old"), database_url, *shared]) == 0
+    assert content(tmp_path / "shared", database_url) == before
+    assert run(["copy", database_url, str(tmp_path / "back"), *shared]) == 0
+    assert content(tmp_path / "back") == before
+    assert run(["copy", str(tmp_path / "old"), database_url, *shared]) == 1
+    printed = capsys.readouterr()
+    assert "has rules or programs already" in printed.err
+    assert PASSWORD not in printed.out + printed.err
+
+
+def test_registry_of_an_older_release_is_copied(database_url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    version_1(folder)
+    assert run(["copy", str(folder), database_url, "--data-dir", str(tmp_path / "shared")]) == 0
+    with opened(tmp_path / "shared", database_url) as store:
+        assert [row.name for row in store.rules()] == ["Q"]
+        assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"")
+
+
+def test_damaged_rows_that_postgresql_refuses_are_left_out(
+    database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = fill(tmp_path / "old")
+    with contextlib.closing(sqlite3.connect(tmp_path / "old" / "gradrule.db")) as database:
+        row = "('default', CAST(x'70ff' AS TEXT), x'00', '', 1), ('default', 'text', 'text', '', 1)"
+        database.execute(f"INSERT INTO rules VALUES {row}, ('default', 'time', x'00', '', 'now')")
+        database.commit()
+    assert run(["copy", str(tmp_path / "old"), database_url, "--data-dir", str(tmp_path / "shared")]) == 0
+    assert capsys.readouterr().out.count("is damaged and was left out") == 3
+    with opened(tmp_path / "shared", database_url) as store:
+        assert len(store.rules()) == 1
+    assert content(tmp_path / "shared", database_url) == before
+
+
+def test_new_registry_keeps_the_tables_of_the_old_one(
+    postgres: PostgresServer, database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path, database_url)
+    place = ["--registry", database_url, "--data-dir", str(tmp_path)]
+    with opened(tmp_path, database_url):
+        assert run(["new", *place]) == 1
+    assert "a server uses" in capsys.readouterr().err
+    assert run(["new", *place]) == 0
+    assert str(check(tmp_path, database_url)).startswith("0 rules and 0 programs")
+    schema = capsys.readouterr().out.rpartition("schema ")[2].split()[0]
+    name = database_url.rpartition("/")[2]
+    assert postgres.execute(f"SELECT count(*) FROM {schema}.rules", database=name) == ["2"]
+
+
+def test_changed_graph_is_found(database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path, database_url)
+    with opened(tmp_path, database_url) as store:
+        execute(store, "UPDATE blobs SET content = :content", content=b"other")
+    place = ["--registry", database_url, "--data-dir", str(tmp_path)]
+    assert run(["check", *place]) == 1
+    assert "delete the programs 'p', 'q' of tenant 'ada'" in capsys.readouterr().out
+    assert run(["backup", str(tmp_path / "copy"), *place]) == 1
+    assert not (tmp_path / "copy").exists()
+
+
+def test_commands_name_databases_that_cannot_be_used(
+    postgres: PostgresServer, database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url, problem in (
+        (database_url, "there is no registry in postgresql://gradrule@127.0.0.1"),
+        (database_url + "x", "does not exist"),
+        (database_url.replace(PASSWORD, "wrong"), "password authentication failed"),
+        (f"postgresql://me:{PASSWORD}@127.0.0.1:1/rules", "cannot be used"),
+    ):
+        assert run(["check", "--registry", url, "--data-dir", str(tmp_path)]) == 1
+        printed = capsys.readouterr()
+        assert problem in printed.err
+        assert PASSWORD not in printed.err
+    assert run(["check", "--registry", f"postgresql://me:{PASSWORD}/@h/d", "--data-dir", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "percent-encoded" in printed.err
+    assert PASSWORD not in printed.err
