@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 APP = "gradrule"
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = ROOT / "deploy/ray/serve.yaml"
-_READY_S = 120.0
+_READY_S = 180.0
 _SERVER = b"gradrule_server"
 _QUICK = {"health_check_period_s": 1, "graceful_shutdown_timeout_s": 10, "graceful_shutdown_wait_loop_s": 0.2}
 
@@ -94,6 +94,10 @@ class RayCluster:
         """Kills all processes of the node that was added last."""
         self._command("kill")
 
+    @staticmethod
+    def _status() -> Any:
+        return serve.status().applications[APP]
+
     def _command(self, command: str) -> None:
         assert self._nodes is not None
         assert self._nodes.stdin is not None
@@ -142,8 +146,8 @@ class RayCluster:
         application["deployments"] = [
             {"name": deployment["name"], "ray_actor_options": {"num_cpus": 1}, **_QUICK, **options}
         ]
-        client = _get_global_client()
-        client.deploy_apps(ServeDeploySchema.model_validate(config), _blocking=True)
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=False)
+        wait_until(lambda: self._status().status == "RUNNING" or None, "running application", _READY_S)
 
     def replicas(self) -> dict[str, Any]:
         """Returns the actors of the replicas that take calls, by name."""
@@ -157,8 +161,12 @@ class RayCluster:
 
     def running_replicas(self) -> int:
         """Returns the number of replicas that are ready."""
-        (deployment,) = serve.status().applications[APP].deployments.values()
+        (deployment,) = self._status().deployments.values()
         return int(deployment.replica_states.get("RUNNING", 0))
+
+    def nodes_of_replicas(self) -> list[str]:
+        """Returns the ID of the node of each replica."""
+        return [ray.get(replica.is_allocated.remote())[3] for replica in self.replicas().values()]
 
     def wait_for_replicas(self, count: int, timeout_s: float = _READY_S) -> None:
         """Waits until exactly so many replicas run."""

@@ -27,6 +27,7 @@ SMALL_CALLS = 200
 CLIENTS = 8
 _SIZE = 512
 _PRODUCTS = 6
+_WARM_UP_S = 180.0
 _ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _SETTINGS = {"spares": 0, "engine_threads": 1}
 
@@ -35,11 +36,11 @@ def compute_graph() -> gr.Graph:
     """Returns a program of products of matrices that it makes from one number, so that messages are small."""
     graph = gr.Graph()
     x = graph.placeholder("x", "float32", [])
-    shape = graph.constant([_SIZE, _SIZE], "shape")
+    shape = graph.constant([_SIZE, _SIZE], "int32")
     matrix = factor = graph.op("Fill", shape, x)
     for _ in range(_PRODUCTS):
         matrix = graph.op("MatMul", matrix, factor)
-    graph.op("Max", matrix, graph.constant([0, 1], "axes"), name="y")
+    graph.op("Max", matrix, graph.constant([0, 1], "int32"), name="y")
     return graph
 
 
@@ -53,7 +54,7 @@ def calls_per_second(target: str, seconds: float = SECONDS) -> float:
             program = client.compile(compute_graph(), fetches=["y"], ys=["y"], xs=["x"])
             for _ in range(8):
                 program(x=1e-3)
-            warm.wait()
+            warm.wait(_WARM_UP_S)
             while not stop.is_set():
                 program(x=1e-3)
                 counts[number] += 1
@@ -61,7 +62,7 @@ def calls_per_second(target: str, seconds: float = SECONDS) -> float:
     threads = [threading.Thread(target=call, args=(number,)) for number in range(CLIENTS)]
     for thread in threads:
         thread.start()
-    warm.wait()
+    warm.wait(_WARM_UP_S)
     started, before = time.monotonic(), sum(counts)
     time.sleep(seconds)
     rate = (sum(counts) - before) / (time.monotonic() - started)

@@ -13,7 +13,8 @@ from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 with warnings.catch_warnings(action="ignore"):
     pytest.importorskip("ray")
     from gradrule.ray.autoscaling import autoscaling_policy
-    from gradrule.ray.replica import Replica, StreamCounter
+    from gradrule.ray.proxy import call_metadata
+    from gradrule.ray.replica import Replica, StreamCounter, call_options
     from gradrule.ray.routing import preferred, program_key
     from gradrule.ray.rpcs import RPCS, Rpc
 
@@ -42,6 +43,16 @@ def test_requests_for_one_program_have_one_key() -> None:
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\xff", request(b"x")])
 def test_requests_without_a_program_have_no_key(data: bytes) -> None:
     assert program_key(data) == ""
+
+
+def test_server_gets_the_deadline_and_the_metadata_of_the_client_only() -> None:
+    sent = (("authorization", "Bearer a"), ("authorization", "Bearer b"), ("x-trace-bin", b"\0"), ("request_id", "1"))
+    context = SimpleNamespace(invocation_metadata=lambda: sent, time_remaining=lambda: 2.5)
+    passed = call_metadata(Rpc("/gradrule.v1.GradientService/Evaluate"), request(program="programs/p"), context)
+    assert dict(passed)["multiplexed_model_id"] == program_key(request(program="programs/p"))
+    assert dict(passed)["request_id"] != "1"
+    options = call_options(SimpleNamespace(invocation_metadata=lambda: passed))
+    assert options == {"metadata": list(sent[:3]), "timeout": 2.5}
 
 
 def first(key: str, loads: dict[str, int], min_bound: int = 2) -> str:

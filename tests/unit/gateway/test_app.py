@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
@@ -53,37 +53,55 @@ class Server:
             raise Problem("UNAUTHENTICATED", "no credential")
 
 
+class Endless(Converters):
+    """Never ends a conversion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled = 0
+
+    async def _in_process(self, function: Any, *arguments: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled += 1
+
+
 class Client:
     """Sends requests to a gateway without a network."""
 
-    def __init__(self, server: Server, max_bytes: int = 1 << 30) -> None:
-        self._gateway = Gateway(server, Converters(), insecure_tokens=False)
+    def __init__(self, server: Server, max_bytes: int = 1 << 30, converters: Converters | None = None) -> None:
+        self.gateway = Gateway(server, converters or Converters(), insecure_tokens=False)
         self.budget = Budget(max_bytes)
         self.bytes_read = 0
 
     async def send(self, rpc: str, body: bytes = b"", **headers: str) -> Any:
+        return await self.gateway.call(BY_RPC[rpc], self.request(rpc, body, **headers))
+
+    def request(self, rpc: str, body: bytes = b"", *, is_gone: bool = False, **headers: str) -> Request:
+        """Returns a request; the client closes its connection after the body if it is to be gone."""
         route = BY_RPC[rpc]
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Any:
             if not messages:
+                if is_gone:
+                    return {"type": "http.disconnect"}
                 await asyncio.Event().wait()
             self.bytes_read += len(body)
             return messages.pop()
 
-        given = {"content-length": str(len(body)), **headers}
-        if route.body == "json":
-            given["content-type"] = "application/json"
+        given = {"content-length": str(len(body)), "content-type": "application/json"} | headers
         scope = {
             "type": "http",
             "method": route.method,
             "path": route.path,
             "query_string": b"",
-            "path_params": {"sha256": "0" * 64},
+            "path_params": {route.path_field: "0" * 64} if route.path_field else {},
             "headers": [(name.replace("_", "-").encode(), text.encode()) for name, text in given.items()],
             "state": {"share": Share(self.budget)},
         }
-        return await self._gateway.call(route, Request(scope, receive))
+        return Request(scope, receive)
 
 
 @pytest.fixture
@@ -107,6 +125,23 @@ async def test_the_server_checks_the_credential_before_large_bodies_are_read(ser
     with pytest.raises(Problem, match="no credential"):
         await client.send("Evaluate", b" " * (MAX_INLINE + 1), grpc_timeout="5S")
     assert (client.bytes_read, server.timeouts) == (0, [5.0])
+
+
+@pytest.mark.parametrize("kind", ["decode", "encode", "picture"])
+async def test_a_client_that_goes_away_cancels_conversions(server: Server, kind: str) -> None:
+    converters = Endless()
+    client = Client(server, converters=converters)
+    server.answer = bytes(1 << 20)
+    if kind == "encode":
+        running = client.gateway.call(BY_RPC["ListPresets"], client.request("ListPresets", is_gone=True))
+    else:
+        request = client.request("Evaluate", b" " * (MAX_INLINE + 1), is_gone=True)
+        is_call = kind == "decode"
+        running = client.gateway.call(BY_RPC["Evaluate"], request) if is_call else client.gateway.draw_graph(request)
+    with pytest.raises(ClientDisconnect):
+        await asyncio.wait_for(running, 30)
+    await asyncio.sleep(0)
+    assert converters.cancelled == 1
 
 
 async def test_uploads_have_no_deadline_of_their_own(server: Server) -> None:

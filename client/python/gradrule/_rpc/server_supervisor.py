@@ -6,6 +6,8 @@ file imports only the standard library, and few modules of it, so that it starts
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import select
 import signal
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 # Interval at which the end of the parent is noticed. Polling works on every system, for any thread that started this
 # process, and though children of the parent inherit its pipes.
 _CHECK_EVERY_S = 0.25
+_PR_SET_PDEATHSIG = 1
 STOP_S = 30.0
 """Time that the server gets to end after SIGTERM, in seconds."""
 
@@ -29,7 +32,12 @@ def main(parent: int, command: Sequence[str]) -> int:
     """
     signals = _signals_as_bytes(signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
     with tempfile.TemporaryDirectory(prefix="gradrule-", ignore_cleanup_errors=True) as folder:
-        server = subprocess.Popen(command, env={**os.environ, "GRADRULE_DATA_DIR": os.path.join(folder, "data")})
+        server = subprocess.Popen(
+            command,
+            env={**os.environ, "GRADRULE_DATA_DIR": os.path.join(folder, "data")},
+            # This process has one thread, so the code is safe between fork and exec.
+            preexec_fn=functools.partial(_end_with_parent, os.getpid()),  # noqa: PLW1509
+        )
         while server.poll() is None and os.getppid() == parent:
             readable, _, _ = select.select([signals], [], [], _CHECK_EVERY_S)
             if readable and {signal.SIGTERM, signal.SIGINT} & set(os.read(signals, 4096)):
@@ -42,6 +50,14 @@ def main(parent: int, command: Sequence[str]) -> int:
                 server.kill()
                 server.wait()
     return server.returncode if server.returncode >= 0 else 128 - server.returncode
+
+
+def _end_with_parent(parent: int) -> None:
+    """Makes Linux send SIGTERM to this process when its parent ends, even if that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _signals_as_bytes(*numbers: signal.Signals) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NoReturn
@@ -63,7 +63,7 @@ def _handler(rpc: Rpc, factory: Callable[..., Any]) -> grpc.RpcMethodHandler[byt
 
 def _unary_handler(rpc: Rpc, serve_handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[bytes]]:
     async def handle_unary(request: Any, context: Any) -> bytes:
-        call = CallContext(context, _metadata(rpc, request, context))
+        call = CallContext(context, call_metadata(rpc, request, context))
         answer = await serve_handler(request, call)
         if not isinstance(answer, Ending):
             await call.abort()
@@ -77,7 +77,7 @@ def _unary_handler(rpc: Rpc, serve_handler: Callable[..., Awaitable[Any]]) -> Ca
 
 def _stream_handler(rpc: Rpc, serve_handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[bytes]]:
     async def handle_stream(request: Any, context: Any) -> AsyncIterator[bytes]:
-        call = CallContext(context, _metadata(rpc, request, context))
+        call = CallContext(context, call_metadata(rpc, request, context))
         leaving = asyncio.Event()
         if rpc.path == rpcs.STREAM_EVALUATE:
             # The server answers what has arrived and ends the stream. Sessions go on: their state is on the replica.
@@ -110,16 +110,17 @@ async def _abort(context: Any, ending: Ending) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def _metadata(rpc: Rpc, request: Any, context: Any) -> dict[str, str | bytes]:
-    """Returns the metadata that Ray Serve and the replica get."""
-    metadata = dict(context.invocation_metadata())
-    metadata.setdefault(_REQUEST_ID, str(uuid.uuid4()))
-    metadata.pop(rpcs.TIMEOUT, None)
+def call_metadata(rpc: Rpc, request: Any, context: Any) -> list[tuple[str, str | bytes]]:
+    """Returns the metadata that Ray Serve and the replica get: the client's, and that of `rpcs`."""
+    sent = context.invocation_metadata()
+    metadata = [(key, value) for key, value in sent if key not in (_REQUEST_ID, rpcs.TIMEOUT)]
+    # Ray Serve's name for the call, which must be unique in this process.
+    metadata.append((_REQUEST_ID, str(uuid.uuid4())))
     left_s = context.time_remaining()
     if left_s is not None:
-        metadata[rpcs.TIMEOUT] = repr(left_s)
-    if rpc.path == rpcs.EVALUATE and rpcs.PROGRAM not in metadata:
-        metadata[rpcs.PROGRAM] = program_key(request)
+        metadata.append((rpcs.TIMEOUT, repr(left_s)))
+    if rpc.path == rpcs.EVALUATE and all(key != rpcs.PROGRAM for key, _ in sent):
+        metadata.append((rpcs.PROGRAM, program_key(request)))
     return metadata
 
 
@@ -149,18 +150,18 @@ class CallContext:
         metadata: What `invocation_metadata` returns.
     """
 
-    def __init__(self, context: Any, metadata: dict[str, str | bytes]) -> None:
+    def __init__(self, context: Any, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         self._context = context
-        self._metadata = tuple(metadata.items())
+        self._metadata = metadata
         self._code: grpc.StatusCode | None = None
         self._details = ""
-        self.request_id = str(metadata[_REQUEST_ID])
+        self.request_id = str(dict(metadata)[_REQUEST_ID])
         self.auth_context = context.auth_context
         self.peer = context.peer
         self.peer_identities = context.peer_identities
         self.peer_identity_key = context.peer_identity_key
 
-    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         return self._metadata
 
     def trailing_metadata(self) -> tuple[()]:

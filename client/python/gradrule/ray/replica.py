@@ -73,6 +73,8 @@ class Replica:
         UnavailableError: The server did not start.
     """
 
+    _server: LocalServer | None = None
+
     def __init__(self, settings: Mapping[str, Any]) -> None:
         for name, reason in _REFUSED.items():
             if settings.get(name) or os.environ.get(f"GRADRULE_{name.upper()}"):
@@ -81,6 +83,9 @@ class Replica:
         if not (settings.get("registry") or os.environ.get("GRADRULE_REGISTRY")):
             # The data folder has the registry, so it must outlive the replica, and only one server can use it.
             chosen.setdefault("data_dir", _default_data_dir())
+        if registry := chosen.pop("registry", ""):
+            # The URL may have a password, which everybody on the node could read in the arguments of the process.
+            os.environ["GRADRULE_REGISTRY"] = registry
         self._requests = 0
         self._is_stopping = False
         self._server = LocalServer(chosen, log_to_stderr=True)
@@ -90,7 +95,8 @@ class Replica:
     def __del__(self) -> None:
         """Drains and stops the server. Ray Serve calls this when it stops a replica."""
         self._is_stopping = True
-        self._server.stop()
+        if self._server is not None:
+            self._server.stop()
 
     async def check_health(self) -> None:
         """Raises `RuntimeError` or `grpc.RpcError` unless an engine is ready. Ray Serve calls this at intervals."""
@@ -105,7 +111,7 @@ class Replica:
     async def forward_unary(self, rpc: Rpc, request: Any, context: Any) -> Ending:
         """Forwards a call with one response. request: bytes, or an iterator of messages."""
         make = self._channel.stream_unary if rpc.has_request_stream else self._channel.unary_unary
-        call: Any = make(rpc.path)(request, **_options(context))
+        call: Any = make(rpc.path)(request, **call_options(context))
         self._requests += 1
         try:
             message = await call
@@ -124,7 +130,7 @@ class Replica:
             request, make = counter.counted(request), self._channel.stream_stream
         else:
             make = self._channel.unary_stream
-        call: Any = make(rpc.path)(request, **_options(context))
+        call: Any = make(rpc.path)(request, **call_options(context))
         try:
             async for message in call:
                 counter.count_response(message)
@@ -146,6 +152,7 @@ class Replica:
         return grpc.aio.insecure_channel(self._target, options=_OPTIONS)
 
     def _end_with_server(self) -> None:
+        assert self._server is not None
         code = self._server.wait()
         if not self._is_stopping:
             _log.error("the gradrule server of this replica ended with exit code %s; the replica ends too", code)
@@ -207,7 +214,7 @@ def _has_field(message: bytes, numbers: frozenset[int]) -> bool:
         return False
 
 
-def _options(context: Any) -> dict[str, Any]:
+def call_options(context: Any) -> dict[str, Any]:
     """Returns metadata and timeout of the call to the server."""
     metadata, timeout = [], None
     for key, value in context.invocation_metadata():
