@@ -99,15 +99,17 @@ export function Gallery({ route }: { route: Route }) {
         </Empty>
       )}
       {sectionsOf(found).map((section) => (
-        // Another search starts with few cards again.
-        <SectionOfRules key={`${section.title} ${route.query}`} section={section} />
+        <SectionOfRules key={section.title} section={section} filters={String(route.query)} />
       ))}
     </>
   );
 }
 
-function SectionOfRules({ section: { title, purpose, rules } }: { section: Section }) {
-  const [shown, setShown] = useState(SHOWN);
+function SectionOfRules({ section, filters }: { section: Section; filters: string }) {
+  const { title, purpose, rules } = section;
+  // Other filters start with few cards again.
+  const [more, setMore] = useState({ filters, count: 0 });
+  const shown = SHOWN + (more.filters === filters ? more.count : 0);
   return (
     <section class="stack">
       <h2>
@@ -120,7 +122,7 @@ function SectionOfRules({ section: { title, purpose, rules } }: { section: Secti
       </div>
       {rules.length > shown && (
         <p class="row">
-          <button class="button" type="button" onClick={() => setShown(shown + SHOWN)}>
+          <button class="button" type="button" onClick={() => setMore({ filters, count: shown })}>
             Show more
           </button>
           <span class="small muted number">
