@@ -38,7 +38,7 @@ _MAX_NAMES = 20_000
 _MAX_NODES = 200_000
 _UNPACKING = 10
 _BRACKETS = (b"{", b"[", b"<")
-# In JSON and text, each object has a bracket, and takes about 300 bytes when parsed; a string takes half of that at most.
+# In JSON and text, each object has a bracket, and takes about 300 bytes when parsed; a string takes half of that.
 _MAX_PARTS = 3_000_000
 _EMPTY_DIGEST = hashlib.sha256().hexdigest()
 _NOT_OUTPUTS = {"NoOp", "Const", "Assert"}
