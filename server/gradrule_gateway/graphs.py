@@ -38,8 +38,8 @@ _MAX_NAMES = 20_000
 _MAX_NODES = 200_000
 _UNPACKING = 10
 _BRACKETS = (b"{", b"[", b"<")
-# In JSON and text, each object has a bracket, and a parsed object takes about 300 bytes.
-_MAX_BRACKETS = 3_000_000
+# In JSON and text, each object has a bracket, and takes about 300 bytes when parsed; a string takes half of that.
+_MAX_PARTS = 3_000_000
 _EMPTY_DIGEST = hashlib.sha256().hexdigest()
 _NOT_OUTPUTS = {"NoOp", "Const", "Assert"}
 _ROUTES: dict[str, Route] = {route.rpc: route for route in ROUTES}
@@ -88,8 +88,8 @@ async def _parts(digest: str, data: bytes) -> AsyncIterator[bytes]:
 def describe(body: bytes) -> tuple[bytes, str, bytes]:
     """Returns the bytes of the GraphDef in a body, their digest, and in JSON what the page shows. Raises `Problem`."""
     kind = graph_formats.kind_of(body)
-    if kind != "bytes" and sum(map(body.count, _BRACKETS)) > _MAX_BRACKETS:
-        raise Problem("LIMIT_EXCEEDED", f"the {kind} has more than {_MAX_BRACKETS} brackets; send the graph as bytes")
+    if kind != "bytes" and sum(map(body.count, _BRACKETS)) + body.count(b'"') // 4 > _MAX_PARTS:
+        raise Problem("LIMIT_EXCEEDED", f"the {kind} has too many objects, lists and strings; send the graph as bytes")
     try:
         given = graph_formats.graphdef_of(body)
         _check_size(given, "")

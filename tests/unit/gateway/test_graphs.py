@@ -21,9 +21,10 @@ from gradrule_gateway.problems import Problem
         b"\x0a\x02\x1a\x00" * 1_000_000,
         b'{"node": [' + b",".join([b"{}"] * 3_500_000) + b"]}",
         b'{"node": [' + b",".join([b"[]"] * 3_500_000) + b"]}",
+        b'{"node": [{"input": [' + b",".join([b'"a"'] * 7_000_000) + b"]}]}",
         b"node {}" + b"node<>" * 3_500_000,
     ],
-    ids=["nodes", "inputs", "JSON objects", "JSON lists", "text"],
+    ids=["nodes", "inputs", "JSON objects", "JSON lists", "JSON strings", "text"],
 )
 def test_a_graph_of_many_tiny_parts_is_refused_without_much_memory(body: bytes) -> None:
     tracemalloc.start()
