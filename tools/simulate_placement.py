@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import simpy
 
+from gradrule.common.placement import preferred
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -113,36 +115,40 @@ def shorter_queue(replicas: Sequence[Replica], _: int, rng: np.random.Generator)
 
 def by_digest(replicas: Sequence[Replica], program: int, _: np.random.Generator) -> Replica:
     """Chooses the replica that a hash of the program and the replica ranks first (rendezvous hashing)."""
-    return replicas[_ranking(program, len(replicas))[0]]
+    key = (program, len(replicas))
+    if key not in _first:
+        _first[key] = preferred(str(program), [(index, str(index), 0) for index in range(len(replicas))], 1)[0]
+    return replicas[_first[key]]
 
 
-def by_digest_unless_busy(replicas: Sequence[Replica], program: int, _: np.random.Generator) -> Replica:
-    """Chooses the first replica in the program's ranking whose queue is at most twice the mean, plus one.
+def by_digest_unless_busy(min_bound: int) -> Placement:
+    """Returns the placement of `gradrule.ray`: the next replica in the program's order if the first one is busy.
 
-    Popular programs spread over several replicas then (consistent hashing with bounded loads, arXiv:1608.01350).
+    Args:
+        min_bound: Requests that a replica may have in any case before the next one is tried.
     """
-    most = 2 * sum(replica.queued for replica in replicas) / len(replicas) + 1
-    ranked = (replicas[index] for index in _ranking(program, len(replicas)))
-    return next(replica for replica in ranked if replica.queued <= most)
+
+    def place(replicas: Sequence[Replica], program: int, rng: np.random.Generator) -> Replica:
+        first = by_digest(replicas, program, rng)
+        if first.queued < min_bound:
+            return first
+        loads = [(replica, str(index), replica.queued) for index, replica in enumerate(replicas)]
+        return preferred(str(program), loads, min_bound)[0]
+
+    return place
 
 
 PLACEMENTS: dict[str, Placement] = {
     "at random": at_random,
     "shorter queue of two": shorter_queue,
     "by digest": by_digest,
-    "by digest, unless busy": by_digest_unless_busy,
+    "by digest, unless busy (`min_bound` 2)": by_digest_unless_busy(2),
+    "by digest, unless busy (`min_bound` 8)": by_digest_unless_busy(8),
 }
 
 _OVERLOADED_S = 10.0
 
-_rankings: dict[tuple[int, int], list[int]] = {}
-
-
-def _ranking(program: int, count: int) -> list[int]:
-    """Returns the replicas in an order that depends only on the program."""
-    if (program, count) not in _rankings:
-        _rankings[program, count] = np.random.default_rng((program, 7)).permutation(count).tolist()
-    return _rankings[program, count]
+_first: dict[tuple[int, int], int] = {}
 
 
 def simulate(cluster: Cluster, place: Placement) -> Outcome:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tools.simulate_placement import PLACEMENTS, Cluster, at_random, by_digest, simulate
+from tools.simulate_placement import Cluster, at_random, by_digest, by_digest_unless_busy, simulate
 
 
 def test_waiting_times_are_those_of_the_theory() -> None:
@@ -40,11 +40,11 @@ def test_placement_by_digest_keeps_every_program_in_one_cache() -> None:
     cluster = Cluster(replicas=8, programs=400, cached=100, load=0.05, requests=20_000)
     assert simulate(cluster, at_random).hit_rate < 0.9
     assert simulate(cluster, by_digest).hit_rate > 0.99
-    assert simulate(cluster, PLACEMENTS["by digest, unless busy"]).hit_rate > 0.98
+    assert simulate(cluster, by_digest_unless_busy(2)).hit_rate > 0.98
 
 
 def test_a_popular_program_spreads_over_replicas_that_are_free() -> None:
     cluster = Cluster(replicas=8, programs=400, zipf=1.3, cached=100, compile_s=0.05, load=0.5, requests=20_000)
-    fixed, bounded = (simulate(cluster, PLACEMENTS[name]) for name in ("by digest", "by digest, unless busy"))
+    fixed, bounded = simulate(cluster, by_digest), simulate(cluster, by_digest_unless_busy(2))
     assert bounded.p99_s < fixed.p99_s / 4
     assert bounded.largest_share < fixed.largest_share / 1.2

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gradrule.common.placement import preferred
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
 with warnings.catch_warnings(action="ignore"):
@@ -15,7 +16,7 @@ with warnings.catch_warnings(action="ignore"):
     from gradrule.ray.autoscaling import autoscaling_policy
     from gradrule.ray.proxy import call_metadata
     from gradrule.ray.replica import Replica, StreamCounter, call_options
-    from gradrule.ray.routing import preferred, program_key
+    from gradrule.ray.routing import program_key
     from gradrule.ray.rpcs import RPCS, Rpc
 
 KEYS = [f"program {number}" for number in range(1000)]
