@@ -56,16 +56,15 @@ class SessionStream:
         """Sends a message and returns the answer.
 
         Raises:
-            UnavailableError: The server ended the session.
-            GradruleError: The stream failed.
+            StreamLostError: The stream has ended.
         """
         self._messages.put(message)
         try:
             return bytes(next(self._call))
         except grpc.RpcError as failure:
-            raise error_of(failure) from None
+            raise StreamLostError(error_of(failure)) from None
         except StopIteration:
-            raise UnavailableError("the server has ended the session") from None
+            raise StreamLostError(UnavailableError("the server has ended the session")) from None
 
     def close(self) -> None:
         """Ends the stream."""
