@@ -97,7 +97,9 @@ class PostgresServer:
             )
 
         def is_ready() -> bool | None:
-            assert self.is_running, self.log.read_text()[-4000:]
+            assert self.is_running, (
+                f"exit code {self._process and self._process.returncode}\n{self.log.read_text()[-4000:]}"
+            )
             command = [self._programs / "pg_isready", "-q", "-h127.0.0.1", f"-p{self.port}"]
             return subprocess.run(command, check=False).returncode == 0 or None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,3 +48,52 @@ def test_calls_of_a_server_that_goes_away_are_sent_again(answering: Answering, s
         results = list(threads.map(lambda _: program.evaluate({"x": x}), range(count)))
     assert [np.array_equal(result.gradients["x"], x) for result in results] == [True] * count
     assert answering.alone == count
+
+
+class LosingAnswers(Answering):
+    """Breaks off each second answer after its headers, after which gRPC does not retry a call."""
+
+    def _evaluate(self, raw: bytes, context: Any) -> bytes:
+        answer = super()._evaluate(raw, context)
+        if self.alone % 2:
+            context.send_initial_metadata(())
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
+        return answer
+
+
+@pytest.fixture
+def losing() -> Iterator[Answering]:
+    made = LosingAnswers()
+    yield made
+    made.stop()
+
+
+def test_call_whose_answer_is_lost_is_sent_again(losing: Answering) -> None:
+    with gr.connect(losing.target, stream=False) as client:
+        program = client.program(PROGRAM)
+        assert program.evaluate({"x": [1.0, 2.0]}).gradients["x"].tolist() == [1.0, 2.0]
+        assert losing.alone == 2
+        assert [result.gradients["x"].tolist() for result in program.map([{"x": [3.0]}])] == [[3.0]]
+    assert losing.alone == 4
+
+
+def test_call_whose_answer_is_lost_is_sent_again_by_the_async_client(losing: Answering) -> None:
+    async def body() -> None:
+        async with gr.aio.connect(losing.target, stream=False) as client:
+            program = await client.program(PROGRAM)
+            assert (await program.evaluate({"x": [1.0, 2.0]})).gradients["x"].tolist() == [1.0, 2.0]
+
+    asyncio.run(body())
+    assert losing.alone == 2
+
+
+def test_call_whose_answer_is_lost_twice_fails(losing: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(raw: bytes, context: Any) -> bytes:
+        losing.alone = 0
+        return LosingAnswers._evaluate(losing, raw, context)
+
+    monkeypatch.setattr(losing, "_evaluate", lose)
+    with gr.connect(losing.target, stream=False) as client:
+        program = client.program(PROGRAM)
+        with pytest.raises(gr.errors.UnavailableError, match="reset by peer"):
+            program.evaluate({"x": [1.0]})

@@ -60,6 +60,27 @@ _REASONS = {
 }
 
 
+class AnswerLostError(Exception):
+    """Reports that a call reached a server, but the connection broke before the end of its answer.
+
+    Args:
+        cause: Error to raise if the call is not sent again.
+    """
+
+    def __init__(self, cause: GradruleError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def lost_or_error(failure: grpc.RpcError) -> AnswerLostError | GradruleError:
+    """Returns the typed error of a failed call, wrapped in `AnswerLostError` if the server did not send the error."""
+    error = error_of(failure)
+    said = cast(Any, failure).details() or ""
+    # Servers add the id of the request to each error.
+    is_lost = error.code is grpc.StatusCode.UNAVAILABLE and not error.request_id and not said.startswith(_NOT_CONNECTED)
+    return AnswerLostError(error) if is_lost else error
+
+
 def error_of(failure: grpc.RpcError) -> GradruleError:
     """Returns the typed error of a failed call, sync or async."""
     call = cast(Any, failure)
