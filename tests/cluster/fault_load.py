@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ WRITERS = 2
 REGISTRY_KINDS = ("program by name", "create", "delete")
 """Kinds of calls that need the database."""
 _LARGE_ROWS = 4096
+_NUMBERS = itertools.count(1)
 # Whole numbers, so that NumPy and TensorFlow compute the same to the last bit.
 WEIGHTS = np.random.default_rng(1).integers(-8, 9, (64, 128)).astype(np.float32)
 NAMES: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
@@ -73,9 +76,12 @@ class Cluster:
         self._ports[number] = self.running[number].target.rpartition(":")[2]
         self.logs.append(self.running[number].log)
 
-    def kill(self, number: int) -> None:
-        """Ends a server by SIGKILL."""
-        self.running.pop(number).kill()
+    def kill(self, number: int, load: Load) -> None:
+        """Ends a server by SIGKILL while it has calls that it does not answer."""
+        server = self.running.pop(number)
+        server.process.send_signal(signal.SIGSTOP)
+        load.wait_for_unanswered_call()
+        server.kill()
         self._stacks[number].close()
 
     def terminate(self, number: int) -> None:
@@ -106,6 +112,7 @@ class Load:
     """Evaluates programs and graphs, and creates and deletes rules and programs, in threads until `stop`.
 
     Attributes:
+        prefix: How the names of its rules start.
         calls: Number of calls that have ended, by kind.
         wrong: Descriptions of wrong answers.
         failures: Errors of calls, by kind.
@@ -117,6 +124,7 @@ class Load:
     """
 
     def __init__(self, target: str) -> None:
+        self.prefix = f"R{next(_NUMBERS)}_"
         self.calls: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.failures: list[tuple[str, gr.errors.GradruleError]] = []
@@ -198,7 +206,7 @@ class Load:
         for factor in itertools.count(3 + number, WRITERS):
             if self._stopping.is_set():
                 return
-            name = f"R{factor}"
+            name = f"{self.prefix}{factor}"
             self.unsure[name] = factor
             if not self._write_one("create", create, client, name, factor):
                 continue
@@ -224,6 +232,13 @@ class Load:
         kinds = kinds or (*self.evaluations, *REGISTRY_KINDS)
         before = Counter(self.calls)
         wait_until(lambda: all(self.calls[kind] > before[kind] + count for kind in kinds) or None, "calls", 120)
+
+    def wait_for_unanswered_call(self) -> None:
+        """Waits until the thread that repeats no calls has probably called a server that does not answer."""
+        before = -1
+        while before != self.calls["no retries"]:
+            before = self.calls["no retries"]
+            time.sleep(0.5)
 
     def stop(self) -> None:
         """Ends the threads."""

@@ -53,22 +53,27 @@ def test_calls_of_a_server_that_goes_away_are_sent_again(answering: Answering, s
 class LosingAnswers(Answering):
     """Breaks off each second answer after its headers, after which gRPC does not retry a call."""
 
+    status = (grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
+
     def _evaluate(self, raw: bytes, context: Any) -> bytes:
         answer = super()._evaluate(raw, context)
         if self.alone % 2:
             context.send_initial_metadata(())
-            context.abort(grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
+            context.abort(*self.status)
         return answer
 
 
 @pytest.fixture
-def losing() -> Iterator[Answering]:
+def losing() -> Iterator[LosingAnswers]:
     made = LosingAnswers()
     yield made
     made.stop()
 
 
-def test_call_whose_answer_is_lost_is_sent_again(losing: Answering) -> None:
+# The second is what a call gets that arrives while a server stops.
+@pytest.mark.parametrize("status", [LosingAnswers.status, (grpc.StatusCode.CANCELLED, "CANCELLED")])
+def test_call_whose_answer_is_lost_is_sent_again(losing: LosingAnswers, status: Any) -> None:
+    losing.status = status
     with gr.connect(losing.target, stream=False) as client:
         program = client.program(PROGRAM)
         assert program.evaluate({"x": [1.0, 2.0]}).gradients["x"].tolist() == [1.0, 2.0]
@@ -77,7 +82,7 @@ def test_call_whose_answer_is_lost_is_sent_again(losing: Answering) -> None:
     assert losing.alone == 4
 
 
-def test_call_whose_answer_is_lost_is_sent_again_by_the_async_client(losing: Answering) -> None:
+def test_call_whose_answer_is_lost_is_sent_again_by_the_async_client(losing: LosingAnswers) -> None:
     async def body() -> None:
         async with gr.aio.connect(losing.target, stream=False) as client:
             program = await client.program(PROGRAM)
@@ -87,7 +92,7 @@ def test_call_whose_answer_is_lost_is_sent_again_by_the_async_client(losing: Ans
     assert losing.alone == 2
 
 
-def test_call_whose_answer_is_lost_twice_fails(losing: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_whose_answer_is_lost_twice_fails(losing: LosingAnswers, monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(raw: bytes, context: Any) -> bytes:
         losing.alone = 0
         return LosingAnswers._evaluate(losing, raw, context)
