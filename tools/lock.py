@@ -27,6 +27,9 @@ FLAGS = [
 # installed with --no-deps.
 LEFT_OUT_WITH_PEERS = ("torchvision", "torchaudio", "tensorboard")
 
+# s3fs needs python-dateutil 2.
+NOT_FOR_S3 = ("python-dateutil",)
+
 
 def flatten(*names: str) -> list[str]:
     """The requirements of extras and of the project itself, with the extras that these name unfolded."""
@@ -84,14 +87,14 @@ def main() -> None:
     pip_compile("tools", (LOCKS / "tools.in").read_text().splitlines())
     pip_compile("dev", flatten("dev"))
     pip_compile("demo", [*flatten("demo"), *build_tools()], constraint="dev")
-    pip_compile("server", flatten("server"), constraint="dev")
-    pip_compile("gpu", flatten("gpu"), constraint="dev")
+    # For the images.
+    pip_compile("server", flatten("server", "postgres", "s3"), constraint="dev", other_versions=NOT_FOR_S3)
+    pip_compile("gpu", flatten("gpu", "postgres", "s3"), constraint="dev", other_versions=NOT_FOR_S3)
     pip_compile("gpu-check", sorted({*flatten("gpu"), *flatten("test")}), constraint="dev")
     bridges = [*flatten("dev"), *(LOCKS / "bridges.in").read_text().splitlines()]
     pip_compile("bridges", bridges, constraint="dev", left_out=LEFT_OUT_WITH_PEERS)
     cluster = [*flatten("dev", "postgres", "s3", "ray"), *(LOCKS / "cluster.in").read_text().splitlines()]
-    # s3fs needs python-dateutil 2.
-    pip_compile("cluster", cluster, constraint="dev", other_versions=("python-dateutil",))
+    pip_compile("cluster", cluster, constraint="dev", other_versions=NOT_FOR_S3)
     pip_compile("bench-peers", (LOCKS / "bench-peers.in").read_text().splitlines())
     pip_compile("peers", (LOCKS / "peers.in").read_text().splitlines(), left_out=LEFT_OUT_WITH_PEERS)
 

@@ -126,8 +126,13 @@ class Gateway:
 
     async def read_graph(self, request: Request) -> Response:
         """Stores a graph for the console and describes it. Raises `Problem`."""
+        metadata = self._metadata(request)
+        share: Share = request.state.share
         async with deadline_of(request.headers, graphs.COMPILE).enforced():
-            return await graphs.read_uploaded(self._upstream, self._converters, request, self._metadata(request))
+            await graphs.check_upload(self._upstream, request, metadata)
+            body = await request.body()
+            run = graphs.store_uploaded(self._upstream, self._converters, body, metadata)
+            return _json(share, await _unless_disconnected(request, run))
 
     async def draw_graph(self, request: Request) -> Response:
         """Explains a program for the console, with a picture of its graph. Raises `Problem`."""

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, TypeVar
 
 from gradrule_gateway import conversion
@@ -30,6 +32,8 @@ MAX_INLINE = 64 << 10
 _MAX_INLINE_ANSWER = 256 << 10
 _PROCESSES = min(4, os.cpu_count() or 1)
 _PARENT_CHECK_S = 1.0
+# A process that has converted a large body seldom gives its memory back to the system.
+_MAX_KEPT_BYTES = 256 << 20
 
 
 class Converters:
@@ -92,10 +96,11 @@ class Converters:
                 raise Problem("INTERNAL", "a process that converted the body ended, perhaps without memory") from None
             finally:
                 self._busy.discard(worker)
-                if is_usable:
+                if is_usable and worker.memory() <= _MAX_KEPT_BYTES:
                     self._idle.append(worker)
                 else:
-                    # The request was cancelled: its bytes and processor time must be free when it counts as done.
+                    # Its memory is too large to keep; or the request was cancelled: its bytes and processor time must
+                    # be free when it counts as done.
                     worker.kill()
 
 
@@ -113,12 +118,24 @@ class _Worker:
     async def run(self, function: Callable[..., _R], *arguments: Any) -> _R:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
+    def memory(self) -> int:
+        """Returns the memory that the process keeps, bytes; 0 where the system does not tell."""
+        try:
+            resident = Path(f"/proc/{self._pid()}/statm").read_text().split()[1]
+        except OSError:
+            return 0
+        return int(resident) * resource.getpagesize()
+
     def kill(self) -> None:
-        if self._starting.done() and not self._starting.cancelled() and self._starting.exception() is None:
-            for process in multiprocessing.active_children():
-                if process.pid == self._starting.result():
-                    process.kill()
+        for process in multiprocessing.active_children():
+            if process.pid == self._pid():
+                process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _pid(self) -> int:
+        """Returns the id of the process; 0 if it has not started."""
+        has_started = self._starting.done() and not self._starting.cancelled() and self._starting.exception() is None
+        return self._starting.result() if has_started else 0
 
 
 def _prepare_process(parent: int) -> None:

@@ -6,21 +6,22 @@ server checks the caller's credentials before the gateway receives an uploaded g
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import binascii
 import hashlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from starlette.requests import Request
-from starlette.responses import Response
 
 from gradrule import _picture
+from gradrule._builder import graph_formats
 from gradrule._builder.graph import Graph
-from gradrule._builder.graph_formats import read_graph
 from gradrule._picture.page import data as picture_data
 from gradrule._picture.structural import without_values
 from gradrule._results.call_results import explanation
+from gradrule.common.parsed_size import ParsedSizeError, check_size
 from gradrule.errors import GradruleError
 from gradrule.v1 import blob_pb2, graph_pb2, program_pb2
 from gradrule_gateway import conversion, json_text
@@ -31,7 +32,14 @@ from gradrule_gateway.upstream import Metadata, Upstream
 
 _PART_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
+_READ_S = 60.0
 _MAX_NAMES = 20_000
+# Servers have the same defaults.
+_MAX_NODES = 200_000
+_UNPACKING = 10
+_BRACKETS = (b"{", b"[", b"<")
+# In JSON and text, each object has a bracket, and takes about 300 bytes when parsed; a string takes half of that.
+_MAX_PARTS = 3_000_000
 _EMPTY_DIGEST = hashlib.sha256().hexdigest()
 _NOT_OUTPUTS = {"NoOp", "Const", "Assert"}
 _ROUTES: dict[str, Route] = {route.rpc: route for route in ROUTES}
@@ -40,21 +48,29 @@ _FIND_MISSING = _ROUTES["BlobService/FindMissingBlobs"]
 _UPLOAD = _ROUTES["BlobService/UploadBlob"]
 
 
-async def read_uploaded(upstream: Upstream, converters: Converters, request: Request, metadata: Metadata) -> Response:
-    """Stores an uploaded graph as a blob and returns what the page shows of it.
+async def check_upload(upstream: Upstream, request: Request, metadata: Metadata) -> None:
+    """Checks the headers of an upload, and with the server its credentials and rights, before the body is kept.
 
-    The body is the bytes of a GraphDef, protobuf text or protobuf JSON. Raises `Problem`.
+    Raises `Problem`.
     """
     if request.headers.get("content-type", "") != "application/octet-stream":
         raise Problem("UNSUPPORTED", "expected Content-Type: application/octet-stream", status=415)
-    # The server checks the caller's credentials and rights here, before the gateway keeps bytes of the body.
     await _is_missing(upstream, _EMPTY_DIGEST, metadata)
-    body = await request.body()
-    serialized, facts = await converters.run(describe, body)
-    digest = hashlib.sha256(serialized).hexdigest()
+
+
+async def store_uploaded(upstream: Upstream, converters: Converters, body: bytes, metadata: Metadata) -> bytes:
+    """Stores an uploaded graph as a blob and returns, in JSON, what the page shows of it.
+
+    The body is the bytes of a GraphDef, protobuf text or protobuf JSON. Raises `Problem`.
+    """
+    try:
+        async with asyncio.timeout(_READ_S):
+            serialized, digest, facts = await converters.run(describe, body)
+    except TimeoutError:
+        raise Problem("DEADLINE_EXCEEDED", f"reading the graph takes longer than {_READ_S:g} s") from None
     if await _is_missing(upstream, digest, metadata):
         await upstream.upload(_UPLOAD.grpc_path, _parts(digest, serialized), metadata, _TIMEOUT_S)
-    return Response(json_text.dump({"sha256": digest, **facts}), media_type="application/json")
+    return facts
 
 
 async def _is_missing(upstream: Upstream, digest: str, metadata: Metadata) -> bool:
@@ -69,14 +85,37 @@ async def _parts(digest: str, data: bytes) -> AsyncIterator[bytes]:
         yield blob_pb2.UploadBlobRequest(data=data[start : start + _PART_BYTES]).SerializeToString()
 
 
-def describe(body: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Returns the bytes of the GraphDef in a body, and what the page shows of it. Raises `Problem`."""
+def describe(body: bytes) -> tuple[bytes, str, bytes]:
+    """Returns the bytes of the GraphDef in a body, their digest, and in JSON what the page shows. Raises `Problem`."""
+    kind = graph_formats.kind_of(body)
+    if kind != "bytes" and sum(map(body.count, _BRACKETS)) + body.count(b'"') // 4 > _MAX_PARTS:
+        raise Problem("LIMIT_EXCEEDED", f"the {kind} has too many objects, lists and strings; send the graph as bytes")
     try:
-        graph = read_graph(body)
+        given = graph_formats.graphdef_of(body)
+        _check_size(given, "")
+        graph = graph_formats.read_graphdef(given)
         serialized = graph.to_bytes()
     except GradruleError as wrong:
         raise Problem("INVALID_GRAPH", wrong.message) from None
-    return serialized, _facts(graph, serialized)
+    digest = hashlib.sha256(serialized).hexdigest()
+    return serialized, digest, json_text.dump({"sha256": digest, **_facts(graph, serialized)})
+
+
+def _check_size(serialized: bytes, field: str) -> None:
+    """Raises `Problem` for a graph with too many nodes, or that would take too much memory."""
+    try:
+        check_size(serialized, graph_pb2.Graph, _UNPACKING)
+        message = graph_pb2.Graph.FromString(serialized)
+    except ParsedSizeError as wrong:
+        raise Problem("LIMIT_EXCEEDED", str(wrong), field=field) from None
+    except DecodeError:
+        # What reads the graph reports the error.
+        return
+    count = len(message.node) + sum(len(function.node_def) for function in message.library.function)
+    if count > _MAX_NODES:
+        raise Problem(
+            "LIMIT_EXCEEDED", f"the graph has {count} nodes; the page shows at most {_MAX_NODES}", field=field
+        )
 
 
 def _facts(graph: Graph, serialized: bytes) -> dict[str, Any]:
@@ -92,6 +131,7 @@ def _facts(graph: Graph, serialized: bytes) -> dict[str, Any]:
     ops = sorted({node.op for node in message.node})
     return {
         "size": len(serialized),
+        "nodeCount": len(message.node),
         "nodes": [node.name for node in message.node[:_MAX_NAMES]],
         "ops": ops,
         "inputs": inputs,
@@ -107,13 +147,14 @@ def decode_request(body: bytes) -> tuple[bytes, bytes]:
         raise malformed("expected an object with the fields request and structure")
     try:
         structure = base64.b64decode(str(value.get("structure", "")), validate=True)
-    except binascii.Error:
+    except ValueError:
         raise malformed("expected base64", "structure") from None
     return json_text.dump({**value["request"], "validateOnly": True}), structure
 
 
 def draw(answer: bytes, structure: bytes) -> bytes:
     """Returns the answer of CompileProgram and the picture of its graph, as JSON. Raises `Problem`."""
+    _check_size(structure, "structure")
     response = program_pb2.CompileProgramResponse.FromString(answer)
     try:
         view = _picture.view(explanation(response, graph=structure), structure)

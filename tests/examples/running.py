@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 import pytest
+from matplotlib import pyplot
 from matplotlib.image import imread
 
 import gradrule as gr
@@ -24,7 +25,7 @@ def run_example(name: str, client: Any, folder: Path, monkeypatch: pytest.Monkey
     try:
         found = runpy.run_path(str(EXAMPLES / f"{name}.py"))
     finally:
-        matplotlib.pyplot.close("all")
+        pyplot.close("all")
     assert_picture(folder / "out/examples" / f"{name}.png")
     return found
 

@@ -40,6 +40,7 @@ def test_an_uploaded_graph_is_stored_and_described(gateway: RunningGateway) -> N
     answer = upload(gateway, data)
     assert answer.status == 200, answer.body
     found = answer.json
+    assert found["nodeCount"] == 4
     assert found["sha256"] == hashlib.sha256(data).hexdigest()
     assert (found["outputs"], found["ops"]) == (["y"], ["Const", "MatMul", "Placeholder", "Sign"])
     assert found["inputs"] == [{"name": "x", "dtype": "float32", "shape": [None, 2]}]
@@ -69,6 +70,11 @@ def test_what_is_no_graph_is_refused(gateway: RunningGateway) -> None:
         assert (answer.status, answer.json["reason"]) == (400, "INVALID_GRAPH"), data
     # A form of another page could send text.
     assert upload(gateway, network(), "text/plain").status == 415
+
+
+def test_many_empty_nodes_are_refused(gateway: RunningGateway) -> None:
+    answer = upload(gateway, b"\x0a\x00" * 1_000_000)
+    assert (answer.status, answer.json["reason"]) == (400, "LIMIT_EXCEEDED"), answer.body
 
 
 def test_a_program_is_explained_and_drawn(gateway: RunningGateway) -> None:
@@ -102,7 +108,11 @@ def test_findings_are_answers_and_are_drawn_at_their_node(gateway: RunningGatewa
 
 
 def test_a_broken_picture_request_is_refused(gateway: RunningGateway) -> None:
-    for body, field in (({"request": {}, "structure": "%"}, "structure"), ({}, "")):
+    for body, field in (
+        ({"request": {}, "structure": "%"}, "structure"),
+        ({"request": {}, "structure": "é"}, "structure"),
+        ({}, ""),
+    ):
         answer = gateway.post("/console/picture", body)
         assert answer.status == 400
         assert not field or answer.json["violations"][0]["field"] == field

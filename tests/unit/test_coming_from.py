@@ -21,6 +21,7 @@ PEERS = [
     "zennit",
     "snntorch and spikingjelly",
     "NNsight",
+    "TensorBoard and Netron",
 ]
 
 

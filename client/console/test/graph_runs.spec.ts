@@ -135,7 +135,7 @@ test("a rule that does not fit says so in its column, and the others are shown",
   await page.getByRole("button", { name: "Run" }).click();
   await expect(page.getByRole("region", { name: "Results" })).toContainText("no_such_rule:");
   const titles = page.getByRole("region", { name: "Gradient of x" }).locator(".graph-result > b");
-  await expect(titles).toHaveText(["ste_sign", "no_such_rule", "no overrides"]);
+  await expect(titles).toHaveText(["ste_sign (clip=1)", "no_such_rule", "no overrides"]);
 });
 
 test("an image file becomes the value of a placeholder", async ({ page, open }) => {

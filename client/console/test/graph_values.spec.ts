@@ -14,9 +14,11 @@ import {
   commonRange,
   difference,
   diverging,
+  elementText,
   histogram,
   imageShape,
   isColour,
+  numberOf,
   type Numbers,
   numberText,
   pixels,
@@ -49,6 +51,14 @@ test.describe("answers become numbers", () => {
     expect([...large.values]).toEqual([-(2 ** 53), 3]);
     const flags = toValue({ dtype: "bool", shape: [3], values: [true, false, true] }) as Numbers;
     expect([...flags.values]).toEqual([1, 0, 1]);
+  });
+
+  test("integers are shown with all their digits", () => {
+    const found = toValue({ dtype: "int64", shape: [3], values: [123456, "9007199254740993", "-9223372036854775808"] });
+    const texts = [0, 1, 2].map((index) => elementText(found as Numbers, index));
+    expect(texts).toEqual(["123456", "9007199254740993", "−9223372036854775808"]);
+    expect(elementText(numbers([1], [123456]), 0)).toBe("123500");
+    expect(numberOf("int32", -1234567)).toBe("−1234567");
   });
 
   test("complex numbers become absolute values, which are named so and not compared", () => {
@@ -241,6 +251,18 @@ test.describe("values of placeholders", () => {
     expect(initialFeed({ name: "x", shape: null }).shape).toBe("");
   });
 
+  test("integers that no double is exactly are sent as text", () => {
+    const text = "[[9007199254740993, -9223372036854775808], [12, 9007199254740991]]";
+    const spec = { name: "x", dtype: "int64", shape: [2, 2] };
+    expect(feedValue(spec, typed(text))).toEqual([
+      ["9007199254740993", "-9223372036854775808"],
+      [12, 9007199254740991],
+    ]);
+    expect(feedValue({ ...spec, dtype: "float64" }, typed("9007199254740993"))).toBe(9007199254740992);
+    expect(feedValue({ ...spec, dtype: "string" }, typed('"9007199254740993"'))).toBe("9007199254740993");
+    expect(() => feedValue(spec, typed("[01]"))).toThrow(/not JSON/);
+  });
+
   // Two pixels: pure red and a grey of 51.
   const RGBA = Uint8ClampedArray.of(255, 0, 0, 255, 51, 51, 51, 255);
 
@@ -285,6 +307,8 @@ test.describe("what is asked", () => {
     ],
   };
 
+  const compared = (rule: string, params = "") => ({ rule, params });
+
   test("a form becomes a program", () => {
     expect(programSpec("ab", FORM)).toEqual({
       graph: { blobSha256: "ab" },
@@ -306,8 +330,12 @@ test.describe("what is asked", () => {
   });
 
   test("a comparison replaces the first rule everywhere and keeps the others", () => {
-    const found = columns(FORM, ["tanh_surrogate", "ste", "tanh_surrogate", ""], true);
-    expect(found.map(({ title }) => title)).toEqual(["ste, atan", "tanh_surrogate", "no overrides"]);
+    const found = columns(FORM, [compared("tanh_surrogate"), compared(" ")], true);
+    expect(found.map(({ title }) => title)).toEqual([
+      "ste (clip = 2; alpha=0.5), atan",
+      "tanh_surrogate",
+      "no overrides",
+    ]);
     const rules = (index: number) => found[index]!.form.overrides.map(({ rule, params }) => [rule, params]);
     // A param of one rule is not one of another.
     expect(rules(1)).toEqual([
@@ -315,7 +343,25 @@ test.describe("what is asked", () => {
       ["atan", ""],
     ]);
     expect(rules(2)).toEqual([]);
-    expect(columns({ ...FORM, overrides: [] }, ["atan"], true).map(({ title }) => title)).toEqual(["no overrides"]);
+    const none = { ...FORM, overrides: [] };
+    expect(columns(none, [compared("")], true).map(({ title }) => title)).toEqual(["no overrides"]);
+  });
+
+  test("a rule is compared with other params of its own", () => {
+    const found = columns(FORM, [compared("ste", "clip=1"), compared("ste")], false);
+    expect(found.map(({ title }) => title).slice(1)).toEqual(["ste (clip=1)", "ste"]);
+    expect(found.map(({ form }) => form.overrides[0]!.params).slice(1)).toEqual(["clip=1", ""]);
+  });
+
+  test("a comparison that has nothing to replace says so", () => {
+    const none = { ...FORM, overrides: [] };
+    expect(() => columns(none, [compared("atan")], true)).toThrow(/Add an override.*atan/);
+    expect(() => columns(FORM, [compared("", "clip=1")], true)).toThrow(/clip=1/);
+  });
+
+  test("a graph of integers starts without gradients", () => {
+    const facts = { inputs: [{ name: "ids", dtype: "int32" }], outputs: ["y"] } as unknown as GraphFacts;
+    expect(initialForm(facts)).toEqual({ ys: "", xs: "", fetches: "y", overrides: [] });
   });
 
   test("gradients are asked of floating-point inputs", () => {

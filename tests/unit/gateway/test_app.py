@@ -127,13 +127,18 @@ async def test_the_server_checks_the_credential_before_large_bodies_are_read(ser
     assert (client.bytes_read, server.timeouts) == (0, [5.0])
 
 
-@pytest.mark.parametrize("kind", ["decode", "encode", "picture"])
+@pytest.mark.parametrize("kind", ["decode", "encode", "picture", "graph"])
 async def test_a_client_that_goes_away_cancels_conversions(server: Server, kind: str) -> None:
     converters = Endless()
     client = Client(server, converters=converters)
     server.answer = bytes(1 << 20)
     if kind == "encode":
         running = client.gateway.call(BY_RPC["ListPresets"], client.request("ListPresets", is_gone=True))
+    elif kind == "graph":
+        server.answer = b""
+        body = b"\x0a\x00" * MAX_INLINE
+        request = client.request("Evaluate", body, is_gone=True, **{"content-type": "application/octet-stream"})
+        running = client.gateway.read_graph(request)
     else:
         request = client.request("Evaluate", b" " * (MAX_INLINE + 1), is_gone=True)
         is_call = kind == "decode"

@@ -48,3 +48,13 @@ async def test_stopping_ends_processes_that_convert(converters: Converters) -> N
     converters.stop()
     await wait_for_condition(lambda: process.exitcode is not None)
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_process_that_keeps_much_memory_is_replaced(
+    converters: Converters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await converters._in_process(os.getpid)
+    assert await converters._in_process(os.getpid) == first
+    monkeypatch.setattr(converters_module, "_MAX_KEPT_BYTES", 1 << 20)
+    assert await converters._in_process(os.getpid) == first
+    assert await converters._in_process(os.getpid) != first

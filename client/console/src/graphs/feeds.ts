@@ -1,3 +1,4 @@
+import { isInteger } from "./results";
 import type { Nested, TensorSpec } from "./types";
 
 export type FeedKind = "random" | "values" | "image";
@@ -14,6 +15,9 @@ export interface Feed {
   /** Why the chosen file is no image. */
   imageError?: string | undefined;
 }
+
+/** A string or a number of JSON. */
+const JSON_TOKEN = /"(?:\\.|[^"\\])*"|-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?/g;
 
 /** A value that cannot be sent; the message says why. */
 export class FeedError extends Error {}
@@ -115,11 +119,21 @@ export function imageSize(shape: number[]): { batch: number; height: number; wid
   );
 }
 
+/** Reads typed JSON. Integers of a tensor of integers that no double is exactly become text, which the gateway accepts. */
+function parseValues(text: string, dtype: string | undefined): Nested {
+  const found = JSON.parse(text) as Nested;
+  if (!isInteger(dtype)) return found;
+  const exact = text.replace(JSON_TOKEN, (token) =>
+    /^-?\d+$/.test(token) && !Number.isSafeInteger(Number(token)) ? `"${token}"` : token,
+  );
+  return JSON.parse(exact) as Nested;
+}
+
 /** Returns the value to send for a placeholder. Throws FeedError. */
 export function feedValue(spec: TensorSpec, feed: Feed): Nested {
   if (feed.kind === "values") {
     try {
-      return JSON.parse(feed.text) as Nested;
+      return parseValues(feed.text, spec.dtype);
     } catch {
       throw new FeedError(
         `The value of ${spec.name} is not JSON: write a number or nested lists, for example [[1, 2], [3, 4]].`,

@@ -1,31 +1,27 @@
-import { useState } from "preact/hooks";
-import type { Route } from "../router";
-import type { LoadedGraph } from "./api";
-import type { Example } from "./examples";
+import { useBearerToken } from "../api/token";
+import { go, href, type Route } from "../router";
+import { useChosen } from "./kept";
 import { ProgramRun } from "./program-run";
 import { Source } from "./source";
 import { Workspace } from "./workspace";
 import "./graphs.css";
 
-interface Chosen {
-  graph?: LoadedGraph;
-  example?: Example | undefined;
-  program?: string;
-}
-
 /** The page of graphs: load a graph, set overrides, see the rule of each node, run, compare rules. */
 export function GraphsPage({ route }: { route: Route }) {
-  const asked = route.query.get("program");
-  const [chosen, setChosen] = useState<Chosen>(asked ? { program: asked } : {});
-  const title = chosen.graph?.name ?? chosen.program?.replace("programs/", "");
+  const program = route.query.get("program")?.replace("programs/", "");
+  const token = useBearerToken();
+  const [chosen, choose] = useChosen();
+  // Who signs out leaves nothing on the page.
+  const graph = !program && chosen?.token === token ? chosen.graph : undefined;
+  const title = graph?.name ?? program;
   return (
     <>
       <div class="page-head">
         <div>
           <h1>{title ?? "Graphs"}</h1>
-          {chosen.graph && (
+          {graph && (
             <p class="muted">
-              {chosen.graph.facts.nodes.length} nodes, {Math.max(1, Math.round(chosen.graph.facts.size / 1024))} KiB
+              {graph.facts.nodeCount} nodes, {Math.max(1, Math.round(graph.facts.size / 1024))} KiB
             </p>
           )}
           {!title && (
@@ -35,19 +31,26 @@ export function GraphsPage({ route }: { route: Route }) {
           )}
         </div>
         {title && (
-          <button class="button" type="button" onClick={() => setChosen({})}>
+          <button
+            class="button"
+            type="button"
+            onClick={() => {
+              choose(undefined);
+              if (program) go(href("graphs"));
+            }}
+          >
             Another graph
           </button>
         )}
       </div>
-      {chosen.graph ? (
-        <Workspace graph={chosen.graph} example={chosen.example} />
-      ) : chosen.program ? (
-        <ProgramRun name={chosen.program} />
+      {graph ? (
+        <Workspace key={graph.facts.sha256} graph={graph} example={chosen?.example} />
+      ) : program ? (
+        <ProgramRun key={program} name={`programs/${program}`} />
       ) : (
         <Source
-          onGraph={(graph, example) => setChosen({ graph, example })}
-          onProgram={(program) => setChosen({ program })}
+          onGraph={(graph, example) => choose({ graph, example, token })}
+          onProgram={(name) => go(`${href("graphs")}?${new URLSearchParams({ program: name })}`)}
         />
       )}
     </>

@@ -5,6 +5,8 @@ import {
   histogram,
   imageShape,
   isColour,
+  elementText,
+  numberOf,
   type Numbers,
   numberText,
   pixels,
@@ -24,12 +26,21 @@ export interface ColumnResult {
 const BINS = 24;
 const SHOWN = 60;
 
-/** Shows outputs and gradients of one or several columns side by side, with their differences from the first. */
-export function Results({ results }: { results: ColumnResult[] }) {
+/**
+ * Shows outputs and gradients of one or several columns side by side, with their differences from the first.
+ *
+ * `outdated`: they are of other settings than the page has now.
+ */
+export function Results({ results, outdated = false }: { results: ColumnResult[]; outdated?: boolean }) {
   const keys = [...new Set(results.flatMap(({ values }) => [...values.keys()]))];
   return (
     <section class="stack" aria-label="Results">
       <h2>Results</h2>
+      {outdated && (
+        <p class="notice" role="status">
+          Settings have changed since these results were computed. Choose Run to compute them again.
+        </p>
+      )}
       {results.map(({ title, error }) => error && <p class="field-error">{`${title}: ${error}`}</p>)}
       {keys.map((key) => {
         const values = results.map((result) => result.values.get(key) ?? { missing: "not computed" });
@@ -86,7 +97,7 @@ function Cell({ title, value, first, range }: CellProps) {
         <dd>{numberText(facts.mean)}</dd>
         <dt>min, max</dt>
         <dd>
-          {numberText(facts.least)}, {numberText(facts.most)}
+          {numberOf(value.dtype, facts.least)}, {numberOf(value.dtype, facts.most)}
         </dd>
         <dt>zeros</dt>
         <dd>{shareText(facts.zeros, facts.count)}</dd>
@@ -99,14 +110,14 @@ function Cell({ title, value, first, range }: CellProps) {
         {apart && (
           <>
             <dt>largest difference</dt>
-            <dd>{numberText(apart.most)}</dd>
+            <dd>{numberOf(value.dtype, apart.most)}</dd>
             <dt>cosine</dt>
             <dd>{Number.isNaN(apart.cosine) ? "–" : numberText(apart.cosine)}</dd>
           </>
         )}
       </dl>
       {imageShape(value.shape) ? <Image value={value} range={range} title={title} /> : null}
-      {facts.count > 3 && <Histogram values={value.values} range={range} />}
+      {facts.count > 3 && <Histogram value={value} range={range} />}
       <details>
         <summary>Numbers</summary>
         <pre class="graph-numbers">{numbersText(value)}</pre>
@@ -115,9 +126,10 @@ function Cell({ title, value, first, range }: CellProps) {
   );
 }
 
-function numbersText({ values, shape }: Numbers): string {
+function numbersText(value: Numbers): string {
+  const { values, shape } = value;
   const row = shape.at(-1) ?? 1;
-  const shown = Array.from(values.slice(0, SHOWN), numberText);
+  const shown = Array.from(values.slice(0, SHOWN), (_, index) => elementText(value, index));
   const width = Math.max(...shown.map((text) => text.length));
   const lines: string[] = [];
   const perLine = Math.max(1, Math.min(row, 8));
@@ -133,11 +145,12 @@ function numbersText({ values, shape }: Numbers): string {
 }
 
 /** Bars of counts, with the same horizontal range in all columns. */
-function Histogram({ values, range }: { values: Float64Array; range: Range }) {
+function Histogram({ value: { values, dtype }, range }: { value: Numbers; range: Range }) {
   if (!Number.isFinite(range.least)) return null;
   const counts = histogram(values, range.least, range.most, BINS);
   const highest = Math.max(...counts, 1);
-  const label = `Histogram from ${numberText(range.least)} to ${numberText(range.most)}, largest count ${highest}`;
+  const [least, most] = [numberOf(dtype, range.least), numberOf(dtype, range.most)];
+  const label = `Histogram from ${least} to ${most}, largest count ${highest}`;
   return (
     <figure class="graph-histogram">
       <svg viewBox={`0 0 ${BINS * 10} 60`} preserveAspectRatio="none" role="img" aria-label={label}>
@@ -146,8 +159,8 @@ function Histogram({ values, range }: { values: Float64Array; range: Range }) {
         ))}
       </svg>
       <figcaption>
-        <span>{numberText(range.least)}</span>
-        <span>{numberText(range.most)}</span>
+        <span>{least}</span>
+        <span>{most}</span>
       </figcaption>
     </figure>
   );

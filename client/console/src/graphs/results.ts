@@ -5,6 +5,8 @@ export interface Numbers {
   dtype: string;
   shape: number[];
   values: Float64Array;
+  /** Integers that no double is exactly, by their index, as text. */
+  large?: Map<number, string>;
 }
 
 /** What is known of one tensor in one column: its numbers, or the reason why there are none. */
@@ -23,16 +25,26 @@ export function toValue(gradient: Gradient | undefined): Value {
 function tensorNumbers(tensor: Tensor): Numbers {
   const size = tensor.shape.reduce((product, length) => product * length, 1);
   const values = new Float64Array(size);
+  const large = new Map<number, string>();
   let index = 0;
   const isComplex = tensor.dtype.startsWith("complex");
   const walk = (nested: Nested, depth: number) => {
     if (depth === tensor.shape.length) {
       values[index] = isComplex && Array.isArray(nested) ? Math.hypot(...nested.map(Number)) : Number(nested);
+      if (typeof nested === "string" && isInteger(tensor.dtype) && !Number.isSafeInteger(values[index])) {
+        large.set(index, nested);
+      }
       index += 1;
     } else for (const inner of nested as Nested[]) walk(inner, depth + 1);
   };
   walk(tensor.values, 0);
-  return { dtype: isComplex ? `${tensor.dtype}, absolute values` : tensor.dtype, shape: tensor.shape, values };
+  const dtype = isComplex ? `${tensor.dtype}, absolute values` : tensor.dtype;
+  return { dtype, shape: tensor.shape, values, ...(large.size ? { large } : {}) };
+}
+
+/** Tells whether a dtype is an integer type. */
+export function isInteger(dtype: string | undefined): boolean {
+  return /^u?int\d+$/.test(dtype ?? "");
 }
 
 function sparseNumbers({
@@ -187,7 +199,17 @@ export function diverging(value: number): number[] {
   return end.map((channel) => 255 + (channel - 255) * share);
 }
 
-/** Formats a number for people. */
+/** Formats an element of a tensor; integers have all their digits. */
+export function elementText({ values, dtype, large }: Numbers, index: number): string {
+  return large?.get(index)?.replace("-", "−") ?? numberOf(dtype, values[index]!);
+}
+
+/** Formats a number of a tensor; integers that a double holds exactly have all their digits. */
+export function numberOf(dtype: string, value: number): string {
+  return isInteger(dtype) && Number.isSafeInteger(value) ? String(value).replace("-", "−") : numberText(value);
+}
+
+/** Formats a number for people, with four digits. */
 export function numberText(value: number): string {
   if (Number.isNaN(value)) return "nan";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "−inf";

@@ -89,18 +89,49 @@ export function Source({ onGraph, onProgram }: SourceProps) {
           <h2>Run a stored program</h2>
           {programs.error !== undefined && <ErrorBox error={programs.error} retry={programs.reload} />}
           {programs.answer?.length === 0 && <p class="muted">The server stores no programs yet.</p>}
-          <ul class="graph-programs">
-            {programs.answer?.slice(0, 50).map((name) => (
-              <li>
-                <button class="button button-small" type="button" onClick={() => onProgram(name)}>
-                  {name.replace("programs/", "")}
-                </button>
-              </li>
-            ))}
-          </ul>
+          <ProgramList names={programs.answer ?? []} onProgram={onProgram} />
         </section>
       </div>
     </div>
+  );
+}
+
+const MAX_PROGRAMS = 50;
+
+/** Shows the first programs, and a search if there are more. */
+function ProgramList({ names, onProgram }: { names: string[]; onProgram: (name: string) => void }) {
+  const [search, setSearch] = useState("");
+  const ids = names.map((name) => name.replace("programs/", ""));
+  const found = ids.filter((id) => id.toLowerCase().includes(search.trim().toLowerCase()));
+  return (
+    <>
+      {names.length > MAX_PROGRAMS && (
+        <input
+          class="input"
+          type="search"
+          placeholder="Find a program"
+          aria-label="Find a program"
+          value={search}
+          onInput={(event) => setSearch(event.currentTarget.value)}
+        />
+      )}
+      <ul class="graph-programs">
+        {found.slice(0, MAX_PROGRAMS).map((id) => (
+          <li key={id}>
+            <button class="button button-small" type="button" onClick={() => onProgram(id)}>
+              {id}
+            </button>
+          </li>
+        ))}
+      </ul>
+      {names.length > MAX_PROGRAMS && (
+        <p class="muted small" role="status">
+          {found.length > MAX_PROGRAMS
+            ? `The first ${MAX_PROGRAMS} of ${found.length}: search for others.`
+            : `${found.length} of ${names.length} programs`}
+        </p>
+      )}
+    </>
   );
 }
 

@@ -17,6 +17,12 @@ export interface OverrideRow {
   params: string;
 }
 
+/** A rule that is compared, with its params, as typed. */
+export interface ComparedRule {
+  rule: string;
+  params: string;
+}
+
 /** What to compute, as typed: names separated by commas. */
 export interface SpecForm {
   ys: string;
@@ -65,11 +71,11 @@ export function programSpec(sha256: string, form: SpecForm): Record<string, unkn
   };
 }
 
-/** Returns a form to start with: gradients of the outputs with respect to the inputs that are floating-point. */
+/** Returns a form to start with: gradients of the last output with respect to floating-point inputs; none without those. */
 export function initialForm(facts: GraphFacts): SpecForm {
   const floats = facts.inputs.filter(({ dtype }) => /^(float|bfloat|half|double|complex)/.test(dtype ?? ""));
   const last = facts.outputs.at(-1) ?? "";
-  return { ys: last, xs: floats.map(({ name }) => name).join(", "), fetches: last, overrides: [] };
+  return { ys: floats.length ? last : "", xs: floats.map(({ name }) => name).join(", "), fetches: last, overrides: [] };
 }
 
 /** Returns one form per column of a comparison: these overrides, the same with another rule, and none. */
@@ -84,17 +90,27 @@ export interface Column {
  * @param rules Rules to put in the place of the first rule of the form.
  * @param plain Whether to add a column without overrides.
  */
-export function columns(form: SpecForm, rules: string[], plain: boolean): Column[] {
+export function columns(form: SpecForm, compared: ComparedRule[], plain: boolean): Column[] {
   const rows = completeRows(form.overrides);
   const first = rows[0];
-  const title = first ? [...new Set(rows.map(({ rule }) => rule))].join(", ") : "no overrides";
+  const wanted = compared.map(({ rule, params }) => ({ rule: rule.trim(), params: params.trim() }));
+  const orphan = wanted.find(({ rule, params }) => params && !rule);
+  if (orphan) throw new Error(`Choose the rule to compare that has the params “${orphan.params}”.`);
+  const rules = wanted.filter(({ rule }) => rule);
+  if (rules.length && !first) {
+    throw new Error(`Add an override: “${rules[0]!.rule}” is compared in the place of the first override's rule.`);
+  }
+  const title = first ? [...new Set(rows.map(titleOf))].join(", ") : "no overrides";
   const found: Column[] = [{ title, form }];
-  for (const rule of first ? new Set(rules) : []) {
-    if (!rule || rule === first!.rule) continue;
+  for (const other of rules) {
     // A param of one rule is not one of another.
-    const changed = rows.map((row) => (row.rule === first!.rule ? { ...row, rule, params: "" } : row));
-    found.push({ title: rule, form: { ...form, overrides: changed } });
+    const changed = rows.map((row) => (row.rule === first!.rule ? { ...row, ...other } : row));
+    found.push({ title: titleOf(other), form: { ...form, overrides: changed } });
   }
   if (plain && first) found.push({ title: "no overrides", form: { ...form, overrides: [] } });
   return found;
+}
+
+function titleOf({ rule, params }: ComparedRule): string {
+  return params.trim() ? `${rule} (${params.trim()})` : rule;
 }

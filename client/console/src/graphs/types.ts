@@ -28,6 +28,9 @@ export interface TensorSpec {
 export interface GraphFacts {
   sha256: string;
   size: number;
+  /** Number of all nodes. */
+  nodeCount: number;
+  /** Names of nodes: all, or the first of very many. */
   nodes: string[];
   ops: string[];
   /** Placeholders. */

@@ -6,9 +6,10 @@ import type { Example } from "./examples";
 import { FeedEditor } from "./feed-editor";
 import { type Feed, feedValue, initialFeed } from "./feeds";
 import { Picture } from "./picture";
+import { useKept } from "./kept";
 import { toValue, type Value } from "./results";
 import { type ColumnResult, Results } from "./results-view";
-import { columns, initialForm, programSpec, type SpecForm } from "./spec";
+import { columns, type ComparedRule, initialForm, programSpec, type SpecForm } from "./spec";
 import { SpecEditor } from "./spec-editor";
 import type { EvaluateAnswer, Finding, PictureAnswer, Resolution, TensorSpec } from "./types";
 
@@ -16,8 +17,8 @@ const PAUSE_MS = 350;
 
 /** Works with one graph: overrides, picture, values, results. */
 export function Workspace({ graph, example }: { graph: LoadedGraph; example?: Example | undefined }) {
-  const [form, setForm] = useState<SpecForm>(example?.form ?? initialForm(graph.facts));
-  const [picture, setPicture] = useState<PictureAnswer>();
+  const [form, setForm] = useKept<SpecForm>(graph, "form", () => example?.form ?? initialForm(graph.facts));
+  const [picture, setPicture] = useKept<PictureAnswer | undefined>(graph, "picture", () => undefined);
   const [error, setError] = useState<unknown>();
   const [loading, setLoading] = useState(true);
   const [node, setNode] = useState<{ name: string }>();
@@ -130,6 +131,13 @@ function Resolutions({ found, show }: { found: Resolution[]; show: (node: string
   );
 }
 
+/** Results, and the settings that they are of. */
+interface Ran {
+  results: ColumnResult[];
+  settings: string;
+  feeds: Record<string, Feed>;
+}
+
 interface RunProps {
   graph: LoadedGraph;
   form: SpecForm;
@@ -139,13 +147,17 @@ interface RunProps {
 }
 
 function Run({ graph, form, example, inputs, ready }: RunProps) {
-  const [feeds, setFeeds] = useState<Record<string, Feed>>(() => {
+  const [feeds, setFeeds] = useKept<Record<string, Feed>>(graph, "feeds", () => {
     const known = example?.feeds() ?? {};
     return Object.fromEntries(inputs.map((spec) => [spec.name, { ...initialFeed(spec), ...known[spec.name] }]));
   });
-  const [rules, setRules] = useState([example?.rules[0] ?? "", ""]);
-  const [plain, setPlain] = useState(true);
-  const [results, setResults] = useState<ColumnResult[]>();
+  const [rules, setRules] = useKept<ComparedRule[]>(graph, "rules", () => [
+    { rule: example?.rules[0] ?? "", params: "" },
+    { rule: "", params: "" },
+  ]);
+  const [plain, setPlain] = useKept(graph, "plain", () => true);
+  const [ran, setRan] = useKept<Ran | undefined>(graph, "ran", () => undefined);
+  const settings = JSON.stringify([form, rules, plain]);
   const [busy, setBusy] = useState(false);
   const [error, setError] = useState<unknown>();
   const [stored, setStored] = useState("");
@@ -154,21 +166,19 @@ function Run({ graph, form, example, inputs, ready }: RunProps) {
     setError(undefined);
     try {
       const values = valuesOf(inputs, feeds);
-      const asked = columns(
-        form,
-        rules.map((rule) => rule.trim()),
-        plain,
-      );
-      setResults(
-        await Promise.all(
-          asked.map(({ title, form }) =>
-            evaluate(graph, programSpec(graph.facts.sha256, form), values).then(
-              (answer) => ({ title, values: valuesByName(answer) }),
-              (problem: unknown) => ({ title, values: new Map(), error: problemOf(problem).detail }),
-            ),
+      const asked = columns(form, rules, plain).map(({ title, form }) => ({
+        title,
+        spec: programSpec(graph.facts.sha256, form),
+      }));
+      const results = await Promise.all(
+        asked.map(({ title, spec }) =>
+          evaluate(graph, spec, values).then(
+            (answer) => ({ title, values: valuesByName(answer) }),
+            (problem: unknown) => ({ title, values: new Map(), error: problemOf(problem).detail }),
           ),
         ),
       );
+      setRan({ results, settings, feeds });
     } catch (problem) {
       setError(problem);
     } finally {
@@ -177,7 +187,7 @@ function Run({ graph, form, example, inputs, ready }: RunProps) {
   };
   useEffect(() => {
     // An example shows a result at once.
-    if (example && ready && !results && !busy) void run();
+    if (example && ready && !ran && !busy) void run();
   }, [ready]);
   return (
     <>
@@ -185,21 +195,33 @@ function Run({ graph, form, example, inputs, ready }: RunProps) {
         <h2>Values and rules to compare</h2>
         <FeedEditor inputs={inputs} feeds={feeds} onChange={setFeeds} />
         <div class="graph-compare">
-          {rules.map((rule, index) => (
-            <label class="field">
-              <span>{index ? "And with rule" : "Compare with rule"}</span>
-              <input
-                class="input input-code"
-                list="graph-rules"
-                placeholder="none"
-                value={rule}
-                onInput={(event) => {
-                  const value = event.currentTarget.value;
-                  setRules((before) => before.map((each, at) => (at === index ? value : each)));
-                }}
-              />
-            </label>
-          ))}
+          {rules.map(({ rule, params }, index) => {
+            const change = (part: Partial<ComparedRule>) =>
+              setRules((before) => before.map((each, at) => (at === index ? { ...each, ...part } : each)));
+            return (
+              <div class="graph-compared">
+                <label class="field">
+                  <span>{index ? "And with rule" : "Compare with rule"}</span>
+                  <input
+                    class="input input-code"
+                    list="graph-rules"
+                    placeholder="none"
+                    value={rule}
+                    onInput={(event) => change({ rule: event.currentTarget.value })}
+                  />
+                </label>
+                <label class="field">
+                  <span>Its params</span>
+                  <input
+                    class="input input-code"
+                    placeholder="clip=1"
+                    value={params}
+                    onInput={(event) => change({ params: event.currentTarget.value })}
+                  />
+                </label>
+              </div>
+            );
+          })}
           <label class="graph-inline">
             <input type="checkbox" checked={plain} onChange={(event) => setPlain(event.currentTarget.checked)} /> and
             without overrides
@@ -227,7 +249,7 @@ function Run({ graph, form, example, inputs, ready }: RunProps) {
         </p>
         {error !== undefined && <ErrorBox error={error} />}
       </section>
-      {results && <Results results={results} />}
+      {ran && <Results results={ran.results} outdated={ran.settings !== settings || ran.feeds !== feeds} />}
     </>
   );
 }

@@ -20,6 +20,8 @@ def surrogate(rule: RuleLike, forward: str | Callable[[Any], Any] = "heaviside",
     `surrogate("fast_sigmoid", slope=10.0)` is a step whose gradient is that of a fast sigmoid, as spiking networks use;
     `surrogate("ste_sign", "sign")` a sign with a straight-through estimator.
 
+    The numbers of a random rule depend on its seed only: give each surrogate a seed of its own.
+
     Args:
         rule: The name of an elementwise rule of the catalogue, a formula, or a `gr.Rule`.
         forward: The function itself: "heaviside" (1 where x > 0, otherwise 0), "sign", "round" (halves to even), or a

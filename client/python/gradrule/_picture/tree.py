@@ -134,7 +134,7 @@ def _group(tree: Tree, box: int, depth: int) -> None:
     if len(members) <= MAX_CHILDREN:
         return
     parts = _parts(tree, members, depth)
-    children = [part[0] if len(part) == 1 else tree.add(box, _group_label(tree, part)) for part in parts]
+    children = [part[0] if len(part) == 1 else tree.add(box, label) for part, label in _labelled(tree, box, parts)]
     for child, part in zip(children, parts, strict=True):
         if len(part) > 1:
             tree.set_children(child, part)
@@ -174,20 +174,35 @@ def _segments(members: list[int], keys: list[tuple[str, ...]]) -> list[list[int]
     return segments
 
 
-def _group_label(tree: Tree, part: list[int]) -> str:
-    """Returns the words that all names of a group start with, else its first and last name."""
-    names = [_end_name(tree, part[0], 0), _end_name(tree, part[-1], -1)]
+def _labelled(tree: Tree, box: int, parts: list[list[int]]) -> list[tuple[list[int], str]]:
+    """Returns each group with its label: the words that its names share, if no group beside or around has them."""
+    labels = [_shared_words(tree, part) for part in parts]
+    around = tree.labels[box] if box in tree.groups else ""
+    return [
+        (part, label if label and label != around and labels.count(label) == 1 else _range_label(tree, part))
+        for part, label in zip(parts, labels, strict=True)
+    ]
+
+
+def _shared_words(tree: Tree, part: list[int]) -> str:
+    """Returns the words that all names of a group start with; empty if there are none."""
+    first = _end_name(tree, part[0], 0)
     words = [_WORDS.findall(tree.labels[box].split("/")[0]) for box in part]
     shared = 0
     for column in zip(*words, strict=False):
         if len(set(column)) > 1:
             break
         shared += 1
-    if shared:
-        ends = [match.end() for match in _WORDS.finditer(names[0])]
-        if shared <= len(ends) and all(tree.labels[box].startswith(names[0][: ends[shared - 1]]) for box in part):
-            return names[0][: ends[shared - 1]]
-    return " … ".join(names)
+    ends = [match.end() for match in _WORDS.finditer(first)]
+    if not 0 < shared <= len(ends):
+        return ""
+    label = first[: ends[shared - 1]]
+    return label if all(tree.labels[box].startswith(label) for box in part) else ""
+
+
+def _range_label(tree: Tree, part: list[int]) -> str:
+    """Returns the first and last name of a group."""
+    return f"{_end_name(tree, part[0], 0)} … {_end_name(tree, part[-1], -1)}"
 
 
 def _end_name(tree: Tree, box: int, which: int) -> str:

@@ -122,6 +122,21 @@ def test_layers_are_grouped_where_their_names_change() -> None:
     assert len(labels_below(explanation, "conv2_block3")) == 8
 
 
+def test_groups_of_one_name_are_told_apart_by_their_ranges() -> None:
+    last, nodes = "x", [node("x", "Placeholder")]
+    for number in range(100):
+        for part in "ab":
+            nodes.append(node(f"block_{number}/{part}", "Neg", last))
+            last = f"block_{number}/{part}"
+    explanation = explained(graph(*nodes, node("y", "Neg", last)))
+    assert labels_below(explanation) == ["x", "block", "y"]
+    drawn = view(explanation)
+    (block,) = (box for box in drawn.children[0] if drawn.labels[box] == "block")
+    assert [drawn.labels[box] for box in drawn.children[block]] == [
+        f"block_{start} … block_{start + 19}" for start in range(0, 100, 20)
+    ]
+
+
 def test_names_that_do_not_follow_the_data_flow_are_grouped_by_neighbourhood() -> None:
     last, nodes = "x", [node("x", "Placeholder")]
     for number in range(60):
