@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import gradrule as gr
+from gradrule._messages.error_status import AnswerLostError
 from gradrule._rpc import channels
 from tests.cluster.s3 import S3Server
 from tests.service.graph_defs import SIGN_FEEDS, sign_graph
@@ -138,7 +139,8 @@ class Load:
         streaming = self._connect(target)
         unary = self._connect(target, stream=False, shared_memory=False)
         with without_retries():
-            once = self._connect(target, stream=False, shared_memory=False)
+            once: Any = self._connect(target, stream=False, shared_memory=False)
+            once._sender._send_unary = once._sender._send_once
         kinds: list[tuple[str, Callable[[int], None]]] = [
             ("program, stream", self._program(streaming, 4)),
             ("program, unary", self._program(unary, 4)),
@@ -194,6 +196,8 @@ class Load:
                 return
             try:
                 call(seed)
+            except AnswerLostError as lost:
+                self.shown[lost.cause.reason] += 1
             except gr.errors.GradruleError as failure:
                 if kind == "no retries":
                     self.shown[failure.reason] += 1
