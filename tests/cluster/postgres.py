@@ -59,12 +59,11 @@ class PostgresServer:
         files = (f"--pgdata={self._data}", f"--pwfile={password}")
         options = (f"--username={USER}", "--auth=scram-sha-256", "--encoding=UTF8", "--no-locale", "--no-sync")
         done = subprocess.run(
-            [self._programs / "initdb", *files, *options],
+            [*self._as_user(), self._programs / "initdb", *files, *options],
             capture_output=True,
             text=True,
             check=False,
             cwd="/",
-            **self._identity(),
         )
         assert done.returncode == 0, done.stderr
 
@@ -89,11 +88,10 @@ class PostgresServer:
         settings = [f"-c{name}={value}" for name, value in self._settings.items()]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [self._programs / "postgres", "-D", self._data, f"-p{self.port}", *settings],
+                [*self._as_user(), self._programs / "postgres", "-D", self._data, f"-p{self.port}", *settings],
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                **self._identity(),
             )
 
         def is_ready() -> bool | None:
@@ -168,11 +166,15 @@ class PostgresServer:
         self._process.send_signal(number)
         self._process.wait(_STOP_TIMEOUT_S)
 
-    def _identity(self) -> dict[str, object]:
-        """Returns the arguments of `subprocess` that select the user."""
+    def _as_user(self) -> Sequence[str]:
+        """Returns the start of a command that another user runs.
+
+        Not the argument `user` of `subprocess`: with it Python forks in a way that calls gRPC's handlers, and the new
+        process crashes if gRPC is in use.
+        """
         if self._user is None:
-            return {}
-        return {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": ()}
+            return ()
+        return ("setpriv", f"--reuid={self._user.pw_uid}", f"--regid={self._user.pw_gid}", "--clear-groups")
 
 
 @contextlib.contextmanager

@@ -248,7 +248,7 @@ def test_async_session_reports_a_lost_server(tmp_path: Path) -> None:
                 server.kill()
                 await asyncio.sleep(0.3)
                 for _ in range(3):
-                    with refused("UNAVAILABLE"):
+                    with refused("SESSION_LOST"):
                         await s.read()
 
     run_in_loop(body)

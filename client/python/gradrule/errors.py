@@ -297,7 +297,7 @@ class InvalidOptimizerError(GradruleError):
 
 
 class SessionLostError(GradruleError):
-    """The engine that held the session ended. Start a new session from the last result of `read` or `save`."""
+    """The engine or server that held the session ended. Start a new one from the last result of `read` or `save`."""
 
 
 class UnauthenticatedError(GradruleError):

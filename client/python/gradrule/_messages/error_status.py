@@ -28,6 +28,8 @@ _NODE = "node:"
 _MAX_MESSAGE_BYTES = 2**31 - 1
 # Starts of what gRPC says if it could not connect.
 _NOT_CONNECTED = ("connections to all backends failing", "failed to connect to all addresses", "errors resolving")
+# What gRPC says of a call that reached a server while it stopped, and that the server did not accept.
+_NOT_ACCEPTED = "CANCELLED"
 _ADDRESS = re.compile(r"(?:ipv4:|ipv6:)?((?:%5B[0-9a-fA-F:.%]+%5D|\d[\d.]+):\d+|unix[^:]*:[^: ]+): ")
 # What the cause means, by a part of gRPC's text; {0} is the server's address.
 _CAUSES = {
@@ -58,6 +60,31 @@ _REASONS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "MESSAGE_TOO_LARGE",
     grpc.StatusCode.UNIMPLEMENTED: "UNSUPPORTED",
 }
+
+
+class AnswerLostError(Exception):
+    """Reports that a call reached a server that went away before the end of its answer.
+
+    Args:
+        cause: Error to raise if the call is not sent again.
+    """
+
+    def __init__(self, cause: GradruleError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def lost_or_error(failure: grpc.RpcError) -> AnswerLostError | GradruleError:
+    """Returns the typed error of a failed call, wrapped in `AnswerLostError` if the server did not send the error."""
+    error = error_of(failure)
+    said = cast(Any, failure).details() or ""
+    # Servers add the id of the request to each error.
+    is_lost = not error.request_id and (
+        said == _NOT_ACCEPTED
+        if error.code is grpc.StatusCode.CANCELLED
+        else error.code is grpc.StatusCode.UNAVAILABLE and not said.startswith(_NOT_CONNECTED)
+    )
+    return AnswerLostError(error) if is_lost else error
 
 
 def error_of(failure: grpc.RpcError) -> GradruleError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import grpc
 from google.protobuf.message import Message
 
 from gradrule import optimizers
@@ -28,7 +29,7 @@ from gradrule._results import call_results
 from gradrule._results.call_results import Resolution, Timings
 from gradrule.common import wire_format
 from gradrule.common.tensor_codec import Array, to_numpy
-from gradrule.errors import InternalError, InvalidOptimizerError
+from gradrule.errors import GradruleError, InternalError, InvalidOptimizerError, SessionLostError
 from gradrule.optimizers import Optimizer, OptimizerState
 from gradrule.v1 import evaluate_pb2, session_pb2
 from gradrule.v1.tensor_pb2 import Dt
@@ -286,6 +287,15 @@ class SessionBase:
             rest.answer_packing.CopyFrom(packing.message())
         parts, _ = message_parts(call.request, call.large)
         return b"".join((rest.SerializeToString(), *wire_format.wrapped(_REQUESTS[call.method], parts)))
+
+    def _ended(self, call: Call[Any], cause: GradruleError) -> GradruleError:
+        """Returns the error of a call whose stream has ended: SESSION_LOST if the server held a session and is gone."""
+        if call.method == "start" or cause.code is not grpc.StatusCode.UNAVAILABLE:
+            return cause
+        return SessionLostError(
+            f"the server that held the session has closed the connection ({cause.message}), so its variables are lost; "
+            f"the last answered step is {self._steps}; start another session with the values that you read last"
+        )
 
     def _decoded(self, call: Call[R], data: bytes) -> R:
         kind, start, end = "nothing", 0, 0

@@ -14,6 +14,7 @@ import grpc.aio
 
 from gradrule._messages.error_status import error_of
 from gradrule._messages.session_calls import METHOD
+from gradrule._rpc.stream_messages import StreamLostError
 from gradrule.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ class AsyncSessionStream:
         """Sends a message and returns the answer.
 
         Raises:
-            UnavailableError: The server ended the session, or the client was closed.
-            GradruleError: The stream failed.
+            StreamLostError: The stream has ended.
+            UnavailableError: The client was closed.
         """
         try:
             # If the stream accepts no more messages, reading raises the reason.
@@ -81,7 +82,7 @@ class AsyncSessionStream:
                 await self._call.write(message)
             answer: Any = await self._call.read()
         except grpc.RpcError as failure:
-            raise error_of(failure) from None
+            raise StreamLostError(error_of(failure)) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():
@@ -90,7 +91,7 @@ class AsyncSessionStream:
             raise
         if answer is grpc.aio.EOF:
             await self._call.code()
-            raise UnavailableError(await self._call.details() or "the server has ended the session")
+            raise StreamLostError(UnavailableError(await self._call.details() or "the server has ended the session"))
         return bytes(answer)
 
     def close(self) -> None:

@@ -28,12 +28,17 @@ _SERVICE_CONFIG = {
             },
         }
     ],
-    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+    # A failure takes a token, an answer returns one; calls are retried while more than half of the tokens are left. A
+    # server that goes away fails all its calls at once, and each of them must be retried. 1,000 is the maximum of gRPC.
+    "retryThrottling": {"maxTokens": 1000, "tokenRatio": 1},
 }
+# gRPC does not retry a request that is larger than its buffer. An upload in many messages is one request.
+_RETRY_BUFFER_BYTES = 256 << 20
 
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.enable_retries", 1),
+    ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 60_000),

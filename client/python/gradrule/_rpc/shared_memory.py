@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 
+from gradrule._messages.error_status import AnswerLostError
 from gradrule._messages.rpc_calls import EVALUATE, Call
 from gradrule._results.answers import Answer
 from gradrule.common import large_tensors, wire_format
@@ -313,7 +314,7 @@ def may_resend(failure: BaseException) -> bool:
 
     The memory may be lost because calls now reach another server. Evaluation changes nothing, so it may run twice.
     """
-    return isinstance(failure, SharedMemoryLostError | UnavailableError)
+    return isinstance(failure, SharedMemoryLostError | UnavailableError | AnswerLostError)
 
 
 def _trim(reference: weakref.ref[SharedMemory]) -> None:

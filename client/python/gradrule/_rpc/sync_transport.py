@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeAlias
 
 import grpc
 
-from gradrule._messages.error_status import error_of, message_parts, parsed
+from gradrule._messages.error_status import AnswerLostError, error_of, lost_or_error, message_parts, parsed
 from gradrule._messages.session_calls import METHOD
 from gradrule._rpc.stream_messages import StreamLostError
 from gradrule.errors import BlobNotFoundError, CancelledError, GradruleError, MessageTooLargeError, UnavailableError
@@ -56,16 +56,15 @@ class SessionStream:
         """Sends a message and returns the answer.
 
         Raises:
-            UnavailableError: The server ended the session.
-            GradruleError: The stream failed.
+            StreamLostError: The stream has ended.
         """
         self._messages.put(message)
         try:
             return bytes(next(self._call))
         except grpc.RpcError as failure:
-            raise error_of(failure) from None
+            raise StreamLostError(error_of(failure)) from None
         except StopIteration:
-            raise UnavailableError("the server has ended the session") from None
+            raise StreamLostError(UnavailableError("the server has ended the session")) from None
 
     def close(self) -> None:
         """Ends the stream."""
@@ -109,6 +108,9 @@ class Pipeline(Generic[R]):
             return started.result()
         except StreamLostError:
             self._client._sender._routes.record_lost_stream()
+        except AnswerLostError:
+            # Sent again below: gRPC does not retry a call if a part of its answer has arrived.
+            pass
         except BlobNotFoundError:
             if not started.call.blobs:
                 raise
@@ -147,7 +149,7 @@ def _start(sender: CallSender, call: Call[R], seconds: float) -> _Started[R]:
         try:
             return parsed(call.answer, call.decode, future.result())
         except grpc.RpcError as failure:
-            raise error_of(failure) from None
+            raise lost_or_error(failure) from None
         except grpc.FutureCancelledError as failure:
             raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
 

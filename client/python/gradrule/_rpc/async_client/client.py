@@ -42,15 +42,17 @@ def connect(
 
     Args:
         target: `host:port`; without a port, 8470. Or a URL (`https://` means TLS), or a target with a scheme of gRPC,
-            such as `unix:`.
+            such as `unix:`. Several servers that share a registry: a name with all of their addresses, or
+            `ipv4:10.0.0.1:8470,10.0.0.2:8470`.
         credentials: What `gradrule.tls` returns, or channel credentials of gRPC; None: the connection is not encrypted.
         token: Sent as a bearer token with each call.
         timeout: Default timeout of calls, in seconds.
         compile_timeout: Additional seconds for compiling a program, in calls that have no timeout of their own. The
             run of a compiled program still gets `timeout` seconds, but its first run may use this time too.
         insecure_token: Allow to send the token to another machine without encryption.
-        stream: Send repeated calls of programs over one persistent stream, which makes each call faster. Must be False
-            if a proxy distributes calls over several servers.
+        stream: Send repeated calls of programs over one persistent stream, which makes each call faster. The stream
+            goes to one server; another replaces it if that server goes away. Must be False if the calls of this client
+            should use several servers, or if a proxy distributes them.
         transfer: How tensors are transferred; default: unchanged.
         shared_memory: Put large tensors of programs' calls into memory that is shared with the server, if that runs on
             the same host and allows it, and `transfer` does not pack tensors.

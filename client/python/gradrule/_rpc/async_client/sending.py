@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from gradrule._messages import rpc_calls
-from gradrule._messages.error_status import error_of, message_parts, parsed
+from gradrule._messages.error_status import AnswerLostError, error_of, lost_or_error, message_parts, parsed
 from gradrule._rpc import call_routes, shared_memory
 from gradrule._rpc.async_streams import AsyncStream
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, run_in_thread, sleep
@@ -90,7 +90,7 @@ class AsyncCallSender:
         shared = memory.place(call, parts)
         if shared is not None:
             try:
-                answer = await self._send_unary(shared.call, shared.parts, call_routes.remaining_s(ends_at))
+                answer = await self._send_once(shared.call, shared.parts, call_routes.remaining_s(ends_at))
                 memory.end(shared)
                 return answer
             except BaseException as failure:
@@ -142,10 +142,23 @@ class AsyncCallSender:
         return self._routes.may_stream(size, stream.pending_count, is_open=stream.is_open)
 
     async def _send_unary(self, call: rpc_calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
+        """Sends a call as a unary call, and once more if a part of its answer is lost; gRPC retries other calls."""
+        ends_at = time.monotonic() + seconds
+        try:
+            return await self._send_once(call, parts, seconds)
+        except AnswerLostError:
+            await sleep(call_routes.pause_before(1))
+        try:
+            return await self._send_once(call, parts, call_routes.remaining_s(ends_at))
+        except AnswerLostError as lost:
+            raise lost.cause from None
+
+    async def _send_once(self, call: rpc_calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
+        """Sends a call as a unary call. Raises `AnswerLostError` if the connection broke before its end."""
         try:
             answer = await self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as failure:
-            raise error_of(failure) from None
+            raise lost_or_error(failure) from None
         except CHANNEL_CLOSED as cause:
             raise self._closed() from cause
         return parsed(call.answer, call.decode, answer)

@@ -26,6 +26,7 @@ from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, AsyncSessionStream, Lock
+from gradrule._rpc.stream_messages import StreamLostError
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
 from gradrule.optimizers import Optimizer
@@ -363,6 +364,8 @@ class AsyncSession(SessionBase):
         assert self._stream is not None
         try:
             answer = await self._stream.exchange(data)
+        except StreamLostError as lost:
+            raise self._ended(call, lost.cause) from None
         except GradruleError:
             raise
         except BaseException:

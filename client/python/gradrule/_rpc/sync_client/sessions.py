@@ -24,6 +24,7 @@ from gradrule._messages.call_arguments import (
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
 from gradrule._results import call_results
+from gradrule._rpc.stream_messages import StreamLostError
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_transport import CHANNEL_CLOSED, Lock, SessionStream
@@ -364,6 +365,8 @@ class Session(SessionBase):
         assert self._stream is not None
         try:
             answer = self._stream.exchange(data)
+        except StreamLostError as lost:
+            raise self._ended(call, lost.cause) from None
         except GradruleError:
             raise
         except BaseException:
