@@ -89,7 +89,8 @@ const SERVICE_CONFIG = {
       },
     },
   ],
-  retryThrottling: { maxTokens: 10, tokenRatio: 0.1 },
+  // A server that goes away fails all its calls at once, and each of them must be retried. 1,000 is the maximum of gRPC.
+  retryThrottling: { maxTokens: 1000, tokenRatio: 1 },
 };
 
 const CHANNEL_OPTIONS = {

@@ -145,6 +145,17 @@ test("a code without details, or with a proxy's, is mapped to its reason", async
   }
 });
 
+test("each of many calls that fail at once is tried again", async () => {
+  let calls = 0;
+  const count = 30;
+  const failing: Handler = (_, answer) =>
+    ++calls <= count ? answer({ code: Code.UNAVAILABLE, details: "stopping" }) : answer(null, RULE);
+  await against(failing, async (client) => {
+    await Promise.all(Array.from({ length: count }, () => client.getRule("r")));
+    assert.equal(calls, 2 * count);
+  });
+});
+
 test("only UNAVAILABLE is tried again, four times in all", async () => {
   let calls = 0;
   const failing = (times: number, code: Code): Handler => {
