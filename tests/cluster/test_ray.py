@@ -188,7 +188,7 @@ def test_killed_replicas_and_servers_are_replaced_without_a_failed_call(
             load.wait_for_answers(20)
             wait_until(lambda: not before.keys() & cluster.replicas().keys() or None, "end of the replica", 60.0)
             cluster.wait_for_replicas(2)
-            with pytest.raises(gr.errors.UnavailableError):
+            with pytest.raises(gr.errors.SessionLostError):
                 session.read(["w"])
         for _ in range(8):
             tripled = client.evaluate(sign_graph(), **ARGUMENTS, overrides={"Sign": "TripleGrad"})
