@@ -16,25 +16,8 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.sqlite_database import SqliteDatabase
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError
-from tests.unit.registry.rows import execute
+from tests.unit.registry.rows import blob_count, content, program, rule
 from tests.unit.registry.version_1 import DEFINITION, version_1
-
-
-def rule(name: str) -> RuleRow:
-    return RuleRow(name, b"definition \x00 of " + name.encode(), "", 1_700_000_000_000_001)
-
-
-def program(program_id: str, identity: str = "same") -> ProgramRow:
-    return ProgramRow(program_id, identity, b"summary of " + program_id.encode(), 5)
-
-
-def content(graph: bytes = b"graph") -> ProgramContent:
-    return ProgramContent(b"spec", graph, b"snapshot")
-
-
-def blob_count(store: Store) -> int:
-    [(count,)] = execute(store, "SELECT count(*) FROM blobs")
-    return int(count)
 
 
 def test_only_the_owner_can_access_folder_and_file(tmp_path: Path) -> None:

@@ -11,25 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError, counted_size
-from tests.unit.registry.rows import execute
-
-
-def rule(name: str) -> RuleRow:
-    return RuleRow(name, b"definition \x00 of " + name.encode(), "", 1_700_000_000_000_001)
-
-
-def program(program_id: str, identity: str = "same") -> ProgramRow:
-    return ProgramRow(program_id, identity, b"summary of " + program_id.encode(), 5)
-
-
-def content(graph: bytes = b"graph") -> ProgramContent:
-    return ProgramContent(b"spec", graph, b"snapshot")
-
-
-def blob_count(store: Store) -> int:
-    [(count,)] = execute(store, "SELECT count(*) FROM blobs")
-    return int(count)
+from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError, counted_size
+from tests.unit.registry.rows import blob_count, content, execute, program, rule
 
 
 def test_rows_survive_the_process(open_store: Callable[[], Store]) -> None:
