@@ -79,7 +79,7 @@ def verify(load: Load, cluster: Cluster) -> None:
             assert not load.gone & set(rules)
             assert not {name.lower() for name in load.gone} & programs
             assert set(rules) <= {*load.kept, *load.unsure}
-        # One of the last programs at every server, whichever created it.
+        # Every server runs one of the last programs, which another server may have created.
         name, factor = next(reversed(load.kept.items()))
         for client in clients:
             np.testing.assert_array_equal(

@@ -33,7 +33,7 @@ def rule(name: str) -> RuleRow:
 
 
 class Follower:
-    """Records what it is told."""
+    """Records the changes that a database reports."""
 
     def __init__(self) -> None:
         self.seen: list[Change | str] = []

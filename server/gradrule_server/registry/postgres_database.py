@@ -164,7 +164,7 @@ class PostgresDatabase(Database):
         with ExitStack() as stack:
             stack.enter_context(self._guarded(tries_again=True))
             if first is None:
-                # Wait for the turn before the connection, of which there are few.
+                # Take the lock of writers before a connection: there are few connections, and waiting needs none.
                 stack.enter_context(self._turn())
             connection = stack.enter_context(self._engine.connect())
             stack.enter_context(self._thread.entered(connection))
