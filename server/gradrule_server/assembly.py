@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from gradrule.common.fast_paths import disabled_paths
@@ -21,7 +22,7 @@ from gradrule_server.link.operating_system import available_memory, memory_share
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.operations.operations import OperationsSettings
-from gradrule_server.operations.status import CacheStatus, QueueStatus, Sources
+from gradrule_server.operations.status import CacheStatus, QueueStatus, RegistryStatus, Sources
 from gradrule_server.operations.status import Quarantined as QuarantinedStatus
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.service import ProgramService
@@ -234,6 +235,7 @@ def create_sources(
 ) -> Sources:
     """Returns what metrics and status read."""
     limits = {resource.name: settings.tenant_limit(resource.name) for resource in TENANT_RESOURCES}
+    database, blobs = store.database, settings.blobs or str(settings.data_dir / BLOBS)
 
     def caches() -> Sequence[CacheStatus]:
         entries, held_bytes, most = tenants.cache_usage()
@@ -255,6 +257,11 @@ def create_sources(
             for found in loaded.crash_history.quarantines()
         ]
 
+    def registry() -> RegistryStatus:
+        since = database.away_since
+        away_s = None if since is None else time.monotonic() - since
+        return RegistryStatus(database.description, blobs, database.away, away_s)
+
     return Sources(
         engines=loaded.pool,
         workers=loaded.pool.workers,
@@ -265,7 +272,7 @@ def create_sources(
         limits=limits,
         tensorflow_version=lambda: loaded.pool.greeting.tensorflow_version,
         version=__version__,
-        registry_is_available=lambda: store.is_available,
+        registry=registry,
     )
 
 

@@ -210,6 +210,32 @@ def load(clean: Pair) -> Iterator[Load]:
     running.stop()
 
 
+def registry_of(server: RunningServer) -> Any:
+    """Returns the state of the registry, as a server reports it."""
+    with gr.connect(server.target) as client:
+        return client.server_status().registry
+
+
+def test_status_shows_where_the_registry_is_and_since_when_it_is_away(pair: Pair) -> None:
+    server = pair.servers[0]
+    shown = pair.url.replace(f":{PASSWORD}", "")
+    before = registry_of(server)
+    assert (before.database, before.problem, before.unavailable_for) == (shown, "", None)
+    assert before.blobs == str(server.data_dir / "registry" / "blobs")
+    pair.postgres.stop()
+    try:
+        first = wait_until(lambda: found if (found := registry_of(server)).problem else None, "a database that is away")
+        later = wait_until(
+            lambda: found if (found := registry_of(server)).unavailable_for > first.unavailable_for + 1 else None,
+            "a longer time without the database",
+        )
+    finally:
+        pair.postgres.start()
+    assert shown in later.problem
+    assert PASSWORD not in later.problem
+    wait_until(lambda: registry_of(server) == before or None, "the database")
+
+
 def create_until_ok(client: gr.Client, name: str) -> None:
     """Creates a rule as soon as the database can be used."""
     wait_until(lambda: reason_of(lambda: client.create_rule(name, "5 * dy")) == "OK" or None, "created rule", 60)

@@ -227,7 +227,7 @@ class StateCollector(Collector):
             yield _gauge("requests_in_flight_limit", "Most requests at a time.", snapshot.queue.max_in_flight)
             yield _gauge("quarantined_programs", "Programs in quarantine.", len(snapshot.quarantined))
             text = "1 if the database of rules and programs could be used last, 0 if not."
-            yield _gauge("registry_available", text, snapshot.registry_is_available)
+            yield _gauge("registry_available", text, not snapshot.registry.problem)
             text = "Lines that the audit log dropped because there were too many or they could not be written."
             yield CounterMetricFamily("gradrule_audit_left_out", text, value=self.audit_dropped)
 

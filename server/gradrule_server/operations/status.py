@@ -5,6 +5,7 @@ All sources are read on the event loop, where their values are consistent.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -109,12 +110,28 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RegistryStatus:
+    """The database of rules and programs, and where blobs are.
+
+    Attributes:
+        database: Where the database is, without a password.
+        blobs: Where blobs are.
+        problem: Why the database cannot be used; empty: it can.
+        unavailable_s: Seconds since it could not be used for the first time; None: it can be used.
+    """
+
+    database: str
+    blobs: str
+    problem: str = ""
+    unavailable_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sources:
     """All sources.
 
     Attributes:
         limits: the limits of each tenant, by the name of a `limits.TenantResource`; missing: no limit.
-        registry_is_available: whether the database of rules and programs could be used last.
     """
 
     engines: Engines
@@ -126,7 +143,7 @@ class Sources:
     limits: Mapping[str, int]
     tensorflow_version: Callable[[], str]
     version: str
-    registry_is_available: Callable[[], bool] = lambda: True
+    registry: Callable[[], RegistryStatus]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +159,7 @@ class Snapshot:
     queue: QueueStatus
     caches: Sequence[CacheStatus]
     quarantined: Sequence[Quarantined]
-    registry_is_available: bool
+    registry: RegistryStatus
 
 
 def take_snapshot(sources: Sources) -> Snapshot:
@@ -159,7 +176,7 @@ def take_snapshot(sources: Sources) -> Snapshot:
         sources.queue(),
         sources.caches(),
         sources.quarantined(),
-        sources.registry_is_available(),
+        sources.registry(),
     )
 
 
@@ -180,8 +197,14 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
             waiting=found.workers.waiting,
             resident_bytes=found.workers.resident_bytes,
         ),
+        host=socket.gethostname(),
+        registry=admin_pb2.RegistryStatus(
+            database=found.registry.database, problem=found.registry.problem, blobs=found.registry.blobs
+        ),
     )
     _set_seconds(status.uptime, uptime_s)
+    if found.registry.unavailable_s is not None:
+        _set_seconds(status.registry.unavailable_for, found.registry.unavailable_s)
     _add_engines(status, found)
     _add_caches(status, found)
     busiest = sorted(found.tenants, key=lambda tenant: (-tenant.used["requests"], tenant.name))

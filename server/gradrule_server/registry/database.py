@@ -67,11 +67,13 @@ class Database:
         is_shared: Whether several servers may use the database at a time.
         description: Where the database is, for messages; holds no password.
         away: Why the database cannot be used now; empty: it can.
+        away_since: When it could not be used for the first time, on the clock of `time.monotonic`; None: it can.
     """
 
     is_shared: ClassVar[bool] = False
     description: str
     away: str = ""
+    away_since: float | None = None
 
     def read(self) -> AbstractContextManager[Connection]:
         """Opens a transaction that reads; all its queries see one state."""

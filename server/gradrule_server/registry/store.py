@@ -101,11 +101,6 @@ class Store:
         """The database, for the index of shared blobs."""
         return self._database
 
-    @property
-    def is_available(self) -> bool:
-        """Whether the database could be used last."""
-        return not self._database.away
-
     def close(self) -> None:
         """Closes the database."""
         self._database.close()

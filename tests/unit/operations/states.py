@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from gradrule_server.limits import TENANT_RESOURCES
 from gradrule_server.link.monitor import EngineStatus
-from gradrule_server.operations.status import CacheStatus, Quarantined, QueueStatus, Sources, TenantUsage
+from gradrule_server.operations.status import (
+    CacheStatus,
+    Quarantined,
+    QueueStatus,
+    RegistryStatus,
+    Sources,
+    TenantUsage,
+)
 
 ENGINE = EngineStatus(
     index=0,
@@ -24,6 +31,9 @@ ENGINE = EngineStatus(
     uptime_s=60.5,
     ended={},
 )
+
+
+REGISTRY = RegistryStatus("postgresql://gradrule@db/gradrule", "s3://bucket/blobs")
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,7 @@ def sources(
     tenants: Sequence[TenantUsage] = (tenant(),),
     quarantined: Sequence[Quarantined] = (),
     limits: Mapping[str, int] | None = None,
+    registry: RegistryStatus = REGISTRY,
 ) -> Sources:
     return Sources(
         engines=Engines(),
@@ -87,4 +98,5 @@ def sources(
         limits=limits or {},
         tensorflow_version=lambda: "2.21.0",
         version="1.2.3",
+        registry=lambda: registry,
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
+
 import pytest
 
 import gradrule as gr
-from gradrule._results.status_report import Usage, server_status
+from gradrule._results.status_report import RegistryStatus, Usage, server_status
 from gradrule.cli import output
 from gradrule.cli.status import bytes_text, drawn, duration_text, size_text, usage_text
 from gradrule_server import __version__
 from gradrule_server.operations import status
 from gradrule_server.operations.status import Quarantined
-from tests.unit.operations.states import sources, tenant
+from tests.unit.operations.states import REGISTRY, sources, tenant
 
 
 def test_server_and_client_versions_are_equal() -> None:
@@ -30,6 +33,8 @@ def test_client_reads_the_whole_status() -> None:
     assert (found.spare_engines, found.requests) == (1, Usage(4, 256))
     workers = found.compile_workers
     assert (workers.count, workers.busy, workers.waiting, workers.resident_bytes) == (3, 2, 1, 1 << 20)
+    assert found.host == socket.gethostname()
+    assert found.registry == RegistryStatus("postgresql://gradrule@db/gradrule", "", None, "s3://bucket/blobs")
     (cache,) = found.caches
     assert (cache.name, cache.entries, cache.size_bytes) == ("programs", Usage(3, 256), Usage(1000, 2000))
     (tenant,) = found.tenants
@@ -71,6 +76,23 @@ def test_status_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("0f1e", "41 s", "signal 6"),
     ):
         assert any(all(word in line for word in words) for line in text.splitlines()), words
+
+
+def test_status_shows_a_registry_that_is_away(capsys: pytest.CaptureFixture[str]) -> None:
+    registry = replace(REGISTRY, problem="connection refused", unavailable_s=200.0)
+    found = server_status(status.server_status(sources(registry=registry), 0))
+    assert (found.registry.problem, found.registry.unavailable_for) == ("connection refused", 200.0)
+    output.console().print(drawn(found, "host:1"))
+    text = " ".join(capsys.readouterr().out.split())
+    for words in (REGISTRY.database, "unavailable for 3 min 20 s", REGISTRY.blobs):
+        assert words in text
+
+
+def test_status_of_an_older_server_shows_no_registry(capsys: pytest.CaptureFixture[str]) -> None:
+    message = status.server_status(sources(), 0)
+    message.ClearField("registry")
+    output.console().print(drawn(server_status(message), "host:1"))
+    assert "database" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -133,4 +133,6 @@ export interface ServerStatus {
   quarantinedPrograms?: { digest?: string; reason?: string; remaining?: string }[];
   quarantinedProgramCount?: number;
   compileWorkers?: { count?: number; busy?: number; waiting?: number; residentBytes?: string };
+  host?: string;
+  registry?: { database?: string; problem?: string; unavailableFor?: string; blobs?: string };
 }

@@ -82,6 +82,19 @@ function Details({ status, history, isOld }: { status: ServerStatus; history: Sa
           {workers.count ? `${workers.busy ?? 0} of ${workers.count} busy` : "none running"}
           {workers.waiting ? `, ${workers.waiting} waiting` : ""}
         </Tile>
+        {status.registry && (
+          <Tile name="Database of rules">
+            {status.registry.problem ? (
+              <span class="tag tag-bad" title={status.registry.problem}>
+                unavailable for {durationText(seconds(status.registry.unavailableFor))}
+              </span>
+            ) : (
+              <span class="tag tag-good" title={status.registry.database}>
+                available
+              </span>
+            )}
+          </Tile>
+        )}
         <Tile name="Round trip">{last.roundTrip.toFixed(1)} ms</Tile>
       </dl>
       <Quarantine status={status} />

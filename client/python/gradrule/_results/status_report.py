@@ -119,6 +119,23 @@ class CompileWorkersStatus:
     resident_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class RegistryStatus:
+    """Describes the registry: the database of rules and programs, and the store of blobs; old servers report nothing.
+
+    Attributes:
+        database: The database, without its password: URL, or path of a file.
+        problem: Why the database cannot be used; empty: it can.
+        unavailable_for: Seconds since the database could not be used for the first time; None: it can be used.
+        blobs: Where blobs are: URL of an object store, or path of a folder.
+    """
+
+    database: str
+    problem: str
+    unavailable_for: float | None
+    blobs: str
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class ServerStatus:
     """Describes the state of a server.
@@ -137,6 +154,8 @@ class ServerStatus:
         quarantined_programs: The first 1,000 refused programs.
         quarantined_program_count: Number of all refused programs.
         compile_workers: The compile workers.
+        host: Name of the machine that the server runs on.
+        registry: The registry.
     """
 
     version: str
@@ -152,6 +171,8 @@ class ServerStatus:
     quarantined_programs: tuple[QuarantinedProgram, ...]
     quarantined_program_count: int
     compile_workers: CompileWorkersStatus
+    host: str
+    registry: RegistryStatus
 
     def __repr__(self) -> str:
         state = "ready" if self.ready else "not ready"
@@ -184,7 +205,14 @@ def server_status(message: admin_pb2.ServerStatus) -> ServerStatus:
             message.compile_workers.waiting,
             message.compile_workers.resident_bytes,
         ),
+        host=message.host,
+        registry=_registry(message.registry),
     )
+
+
+def _registry(message: admin_pb2.RegistryStatus) -> RegistryStatus:
+    away = message.unavailable_for.ToNanoseconds() / 1e9 if message.HasField("unavailable_for") else None
+    return RegistryStatus(message.database, message.problem, away, message.blobs)
 
 
 def _engine(message: admin_pb2.EngineStatus) -> EngineStatus:

@@ -24,7 +24,7 @@ from gradrule.cli.output import FAILED, CommandError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gradrule._results.status_report import EngineStatus, ServerStatus, TenantStatus, Usage
+    from gradrule._results.status_report import EngineStatus, RegistryStatus, ServerStatus, TenantStatus, Usage
 
 _INTERVAL_S = 1.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -39,6 +39,7 @@ ENGINE_COLUMNS = (
     *("state", "up", "running", "waiting", "programs", "memory", "ended"),
 )
 WORKER_COLUMNS = ("compile workers", "busy", "waiting tasks", "memory")
+REGISTRY_COLUMNS = ("rules and programs", "database", "blobs")
 CACHE_COLUMNS = ("cache", "entries", "bytes")
 TENANT_COLUMNS = ("tenant", "requests", "programs", "rules", "sessions", "handles", "session, handle, blob bytes")
 QUARANTINE_COLUMNS = ("quarantined program", "for", "why")
@@ -48,7 +49,7 @@ def add_status(commands: Any) -> None:
     """Adds the command `status` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "status",
-        help="show engines, caches and tenants of a server; tables update on a terminal and are printed once elsewhere",
+        help="show engines, registry, tenants of a server; tables update on a terminal and are printed once elsewhere",
     )
     parser.add_argument("--once", action="store_true", help="print the tables once, even on a terminal")
     parser.add_argument(
@@ -98,8 +99,9 @@ def drawn(status: ServerStatus, target: str) -> RenderableType:
 
 def _head(status: ServerStatus, target: str) -> str:
     state = "ready" if status.ready else "no engine is ready"
+    host = f" on {status.host}" if status.host else ""
     return (
-        f"gradrule {status.version} at {target}, TensorFlow {status.tensorflow_version or '?'}: {state}, "
+        f"gradrule {status.version} at {target}{host}, TensorFlow {status.tensorflow_version or '?'}: {state}, "
         f"up {duration_text(status.uptime)}, {usage_text(status.requests)} requests, "
         f"{status.spare_engines} spare engines"
     )
@@ -111,6 +113,8 @@ def _tables(status: ServerStatus) -> Iterator[tuple[tuple[str, ...], list[list[s
     workers = status.compile_workers
     counts = (workers.count, workers.busy, workers.waiting)
     yield WORKER_COLUMNS, [[*map(str, counts), size_text(workers.resident_bytes)]]
+    if status.registry.database:
+        yield REGISTRY_COLUMNS, [_registry_row(status.registry)]
     yield (
         CACHE_COLUMNS,
         [[cache.name, usage_text(cache.entries), bytes_text(cache.size_bytes)] for cache in status.caches],
@@ -138,6 +142,13 @@ def _engine_row(engine: EngineStatus) -> list[str]:
         size_text(engine.resident_bytes),
         ", ".join(f"{reason} {count}" for reason, count in sorted(engine.ended.items())),
     ]
+
+
+def _registry_row(registry: RegistryStatus) -> list[str]:
+    state = "available"
+    if registry.problem:
+        state = f"unavailable for {duration_text(registry.unavailable_for or 0)}: {registry.problem}"
+    return [registry.database, state, registry.blobs]
 
 
 def _tenant_row(tenant: TenantStatus) -> list[str]:

@@ -65,6 +65,8 @@ class ServerStatus(google.protobuf.message.Message):
     QUARANTINED_PROGRAMS_FIELD_NUMBER: builtins.int
     QUARANTINED_PROGRAM_COUNT_FIELD_NUMBER: builtins.int
     COMPILE_WORKERS_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    REGISTRY_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of gradrule."""
     tensorflow_version: builtins.str
@@ -77,6 +79,8 @@ class ServerStatus(google.protobuf.message.Message):
     """Number of all tenants that the server currently knows."""
     quarantined_program_count: builtins.int
     """Number of all quarantined programs."""
+    host: builtins.str
+    """Name of the machine that the server runs on: one name may stand for several servers."""
     @property
     def uptime(self) -> google.protobuf.duration_pb2.Duration:
         """Time since the server started."""
@@ -105,6 +109,10 @@ class ServerStatus(google.protobuf.message.Message):
     def compile_workers(self) -> global___CompileWorkersStatus:
         """State of the compile workers of all tenants."""
 
+    @property
+    def registry(self) -> global___RegistryStatus:
+        """State of the registry."""
+
     def __init__(
         self,
         *,
@@ -121,11 +129,46 @@ class ServerStatus(google.protobuf.message.Message):
         quarantined_programs: collections.abc.Iterable[global___QuarantinedProgram] | None = ...,
         quarantined_program_count: builtins.int = ...,
         compile_workers: global___CompileWorkersStatus | None = ...,
+        host: builtins.str = ...,
+        registry: global___RegistryStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["compile_workers", b"compile_workers", "requests", b"requests", "uptime", b"uptime"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caches", b"caches", "compile_workers", b"compile_workers", "engines", b"engines", "quarantined_program_count", b"quarantined_program_count", "quarantined_programs", b"quarantined_programs", "ready", b"ready", "requests", b"requests", "spare_engines", b"spare_engines", "tenant_count", b"tenant_count", "tenants", b"tenants", "tensorflow_version", b"tensorflow_version", "uptime", b"uptime", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["compile_workers", b"compile_workers", "registry", b"registry", "requests", b"requests", "uptime", b"uptime"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caches", b"caches", "compile_workers", b"compile_workers", "engines", b"engines", "host", b"host", "quarantined_program_count", b"quarantined_program_count", "quarantined_programs", b"quarantined_programs", "ready", b"ready", "registry", b"registry", "requests", b"requests", "spare_engines", b"spare_engines", "tenant_count", b"tenant_count", "tenants", b"tenants", "tensorflow_version", b"tensorflow_version", "uptime", b"uptime", "version", b"version"]) -> None: ...
 
 global___ServerStatus = ServerStatus
+
+@typing.final
+class RegistryStatus(google.protobuf.message.Message):
+    """State of the registry: the database of rules and programs, and the store of blobs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATABASE_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    UNAVAILABLE_FOR_FIELD_NUMBER: builtins.int
+    BLOBS_FIELD_NUMBER: builtins.int
+    database: builtins.str
+    """The database, without password and options: `postgresql://user@host/name`, or the path of an SQLite file."""
+    problem: builtins.str
+    """Why the database cannot be used; empty if it can. The server then goes on with what it has in memory."""
+    blobs: builtins.str
+    """Where blobs are: URL of an object store that servers share, or the path of a folder of this server."""
+    @property
+    def unavailable_for(self) -> google.protobuf.duration_pb2.Duration:
+        """Time since the database could not be used for the first time; unset if it can be used."""
+
+    def __init__(
+        self,
+        *,
+        database: builtins.str = ...,
+        problem: builtins.str = ...,
+        unavailable_for: google.protobuf.duration_pb2.Duration | None = ...,
+        blobs: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["unavailable_for", b"unavailable_for"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "database", b"database", "problem", b"problem", "unavailable_for", b"unavailable_for"]) -> None: ...
+
+global___RegistryStatus = RegistryStatus
 
 @typing.final
 class CompileWorkersStatus(google.protobuf.message.Message):

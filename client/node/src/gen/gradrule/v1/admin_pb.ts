@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/admin.proto.
  */
 export const file_gradrule_v1_admin: GenFile = /*@__PURE__*/
-  fileDesc("ChdncmFkcnVsZS92MS9hZG1pbi5wcm90bxILZ3JhZHJ1bGUudjEiGAoWR2V0U2VydmVyU3RhdHVzUmVxdWVzdCJEChdHZXRTZXJ2ZXJTdGF0dXNSZXNwb25zZRIpCgZzdGF0dXMYASABKAsyGS5ncmFkcnVsZS52MS5TZXJ2ZXJTdGF0dXMi6AMKDFNlcnZlclN0YXR1cxIPCgd2ZXJzaW9uGAEgASgJEhoKEnRlbnNvcmZsb3dfdmVyc2lvbhgCIAEoCRIpCgZ1cHRpbWUYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFcmVhZHkYBCABKAgSKgoHZW5naW5lcxgFIAMoCzIZLmdyYWRydWxlLnYxLkVuZ2luZVN0YXR1cxIVCg1zcGFyZV9lbmdpbmVzGAYgASgFEiQKCHJlcXVlc3RzGAcgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKAoGY2FjaGVzGAggAygLMhguZ3JhZHJ1bGUudjEuQ2FjaGVTdGF0dXMSKgoHdGVuYW50cxgJIAMoCzIZLmdyYWRydWxlLnYxLlRlbmFudFN0YXR1cxIUCgx0ZW5hbnRfY291bnQYCiABKAUSPQoUcXVhcmFudGluZWRfcHJvZ3JhbXMYCyADKAsyHy5ncmFkcnVsZS52MS5RdWFyYW50aW5lZFByb2dyYW0SIQoZcXVhcmFudGluZWRfcHJvZ3JhbV9jb3VudBgMIAEoBRI6Cg9jb21waWxlX3dvcmtlcnMYDSABKAsyIS5ncmFkcnVsZS52MS5Db21waWxlV29ya2Vyc1N0YXR1cyJcChRDb21waWxlV29ya2Vyc1N0YXR1cxINCgVjb3VudBgBIAEoBRIMCgRidXN5GAIgASgFEg8KB3dhaXRpbmcYAyABKAUSFgoOcmVzaWRlbnRfYnl0ZXMYBCABKAMiJAoFVXNhZ2USDAoEdXNlZBgBIAEoAxINCgVsaW1pdBgCIAEoAyLhAgoMRW5naW5lU3RhdHVzEg0KBWluZGV4GAEgASgFEg4KBmRldmljZRgCIAEoCRILCgNwaWQYAyABKAMSDQoFcmVhZHkYBCABKAgSDwoHcnVubmluZxgFIAEoBRIPCgd3YWl0aW5nGAYgASgFEhAKCHByb2dyYW1zGAcgASgFEhYKDnJlc2lkZW50X2J5dGVzGAggASgDEikKBnVwdGltZRgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIzCgVlbmRlZBgKIAMoCzIkLmdyYWRydWxlLnYxLkVuZ2luZVN0YXR1cy5FbmRlZEVudHJ5Eg4KBnRlbmFudBgLIAEoCRIWCg5ob2xkc19zZXNzaW9ucxgMIAEoCBIUCgxqaXRfcHJvZ3JhbXMYDSABKAUaLAoKRW5kZWRFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAM6AjgBImgKC0NhY2hlU3RhdHVzEgwKBG5hbWUYASABKAkSIwoHZW50cmllcxgCIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiYKCnNpemVfYnl0ZXMYAyABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZSLTAgoMVGVuYW50U3RhdHVzEgwKBG5hbWUYASABKAkSJAoIcmVxdWVzdHMYAiABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIkCghwcm9ncmFtcxgDIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiEKBXJ1bGVzGAQgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USJAoIc2Vzc2lvbnMYBSABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIpCg1zZXNzaW9uX2J5dGVzGAYgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USIwoHaGFuZGxlcxgHIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEigKDGhhbmRsZV9ieXRlcxgIIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiYKCmJsb2JfYnl0ZXMYCSABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZSJiChJRdWFyYW50aW5lZFByb2dyYW0SDgoGZGlnZXN0GAEgASgJEg4KBnJlYXNvbhgCIAEoCRIsCglyZW1haW5pbmcYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ybAoMQWRtaW5TZXJ2aWNlElwKD0dldFNlcnZlclN0YXR1cxIjLmdyYWRydWxlLnYxLkdldFNlcnZlclN0YXR1c1JlcXVlc3QaJC5ncmFkcnVsZS52MS5HZXRTZXJ2ZXJTdGF0dXNSZXNwb25zZUJUCg9jb20uZ3JhZHJ1bGUudjFCCkFkbWluUHJvdG9QAVoWZ3JhZHJ1bGUvdjE7Z3JhZHJ1bGV2MaoCC0dyYWRydWxlLlYx6gIMR3JhZHJ1bGU6OlYxYgZwcm90bzM", [file_google_protobuf_duration]);
+  fileDesc("ChdncmFkcnVsZS92MS9hZG1pbi5wcm90bxILZ3JhZHJ1bGUudjEiGAoWR2V0U2VydmVyU3RhdHVzUmVxdWVzdCJEChdHZXRTZXJ2ZXJTdGF0dXNSZXNwb25zZRIpCgZzdGF0dXMYASABKAsyGS5ncmFkcnVsZS52MS5TZXJ2ZXJTdGF0dXMipQQKDFNlcnZlclN0YXR1cxIPCgd2ZXJzaW9uGAEgASgJEhoKEnRlbnNvcmZsb3dfdmVyc2lvbhgCIAEoCRIpCgZ1cHRpbWUYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFcmVhZHkYBCABKAgSKgoHZW5naW5lcxgFIAMoCzIZLmdyYWRydWxlLnYxLkVuZ2luZVN0YXR1cxIVCg1zcGFyZV9lbmdpbmVzGAYgASgFEiQKCHJlcXVlc3RzGAcgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKAoGY2FjaGVzGAggAygLMhguZ3JhZHJ1bGUudjEuQ2FjaGVTdGF0dXMSKgoHdGVuYW50cxgJIAMoCzIZLmdyYWRydWxlLnYxLlRlbmFudFN0YXR1cxIUCgx0ZW5hbnRfY291bnQYCiABKAUSPQoUcXVhcmFudGluZWRfcHJvZ3JhbXMYCyADKAsyHy5ncmFkcnVsZS52MS5RdWFyYW50aW5lZFByb2dyYW0SIQoZcXVhcmFudGluZWRfcHJvZ3JhbV9jb3VudBgMIAEoBRI6Cg9jb21waWxlX3dvcmtlcnMYDSABKAsyIS5ncmFkcnVsZS52MS5Db21waWxlV29ya2Vyc1N0YXR1cxIMCgRob3N0GA4gASgJEi0KCHJlZ2lzdHJ5GA8gASgLMhsuZ3JhZHJ1bGUudjEuUmVnaXN0cnlTdGF0dXMidgoOUmVnaXN0cnlTdGF0dXMSEAoIZGF0YWJhc2UYASABKAkSDwoHcHJvYmxlbRgCIAEoCRIyCg91bmF2YWlsYWJsZV9mb3IYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFYmxvYnMYBCABKAkiXAoUQ29tcGlsZVdvcmtlcnNTdGF0dXMSDQoFY291bnQYASABKAUSDAoEYnVzeRgCIAEoBRIPCgd3YWl0aW5nGAMgASgFEhYKDnJlc2lkZW50X2J5dGVzGAQgASgDIiQKBVVzYWdlEgwKBHVzZWQYASABKAMSDQoFbGltaXQYAiABKAMi4QIKDEVuZ2luZVN0YXR1cxINCgVpbmRleBgBIAEoBRIOCgZkZXZpY2UYAiABKAkSCwoDcGlkGAMgASgDEg0KBXJlYWR5GAQgASgIEg8KB3J1bm5pbmcYBSABKAUSDwoHd2FpdGluZxgGIAEoBRIQCghwcm9ncmFtcxgHIAEoBRIWCg5yZXNpZGVudF9ieXRlcxgIIAEoAxIpCgZ1cHRpbWUYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoFZW5kZWQYCiADKAsyJC5ncmFkcnVsZS52MS5FbmdpbmVTdGF0dXMuRW5kZWRFbnRyeRIOCgZ0ZW5hbnQYCyABKAkSFgoOaG9sZHNfc2Vzc2lvbnMYDCABKAgSFAoMaml0X3Byb2dyYW1zGA0gASgFGiwKCkVuZGVkRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgDOgI4ASJoCgtDYWNoZVN0YXR1cxIMCgRuYW1lGAEgASgJEiMKB2VudHJpZXMYAiABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRImCgpzaXplX2J5dGVzGAMgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2Ui0wIKDFRlbmFudFN0YXR1cxIMCgRuYW1lGAEgASgJEiQKCHJlcXVlc3RzGAIgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USJAoIcHJvZ3JhbXMYAyABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIhCgVydWxlcxgEIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiQKCHNlc3Npb25zGAUgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKQoNc2Vzc2lvbl9ieXRlcxgGIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiMKB2hhbmRsZXMYByABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIoCgxoYW5kbGVfYnl0ZXMYCCABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRImCgpibG9iX2J5dGVzGAkgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2UiYgoSUXVhcmFudGluZWRQcm9ncmFtEg4KBmRpZ2VzdBgBIAEoCRIOCgZyZWFzb24YAiABKAkSLAoJcmVtYWluaW5nGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uMmwKDEFkbWluU2VydmljZRJcCg9HZXRTZXJ2ZXJTdGF0dXMSIy5ncmFkcnVsZS52MS5HZXRTZXJ2ZXJTdGF0dXNSZXF1ZXN0GiQuZ3JhZHJ1bGUudjEuR2V0U2VydmVyU3RhdHVzUmVzcG9uc2VCVAoPY29tLmdyYWRydWxlLnYxQgpBZG1pblByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_google_protobuf_duration]);
 
 /**
  * Request of GetServerStatus.
@@ -148,6 +148,20 @@ export type ServerStatus = Message<"gradrule.v1.ServerStatus"> & {
    * @generated from field: gradrule.v1.CompileWorkersStatus compile_workers = 13;
    */
   compileWorkers?: CompileWorkersStatus | undefined;
+
+  /**
+   * Name of the machine that the server runs on: one name may stand for several servers.
+   *
+   * @generated from field: string host = 14;
+   */
+  host: string;
+
+  /**
+   * State of the registry.
+   *
+   * @generated from field: gradrule.v1.RegistryStatus registry = 15;
+   */
+  registry?: RegistryStatus | undefined;
 };
 
 /**
@@ -156,6 +170,48 @@ export type ServerStatus = Message<"gradrule.v1.ServerStatus"> & {
  */
 export const ServerStatusSchema: GenMessage<ServerStatus> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_admin, 2);
+
+/**
+ * State of the registry: the database of rules and programs, and the store of blobs.
+ *
+ * @generated from message gradrule.v1.RegistryStatus
+ */
+export type RegistryStatus = Message<"gradrule.v1.RegistryStatus"> & {
+  /**
+   * The database, without password and options: `postgresql://user@host/name`, or the path of an SQLite file.
+   *
+   * @generated from field: string database = 1;
+   */
+  database: string;
+
+  /**
+   * Why the database cannot be used; empty if it can. The server then goes on with what it has in memory.
+   *
+   * @generated from field: string problem = 2;
+   */
+  problem: string;
+
+  /**
+   * Time since the database could not be used for the first time; unset if it can be used.
+   *
+   * @generated from field: google.protobuf.Duration unavailable_for = 3;
+   */
+  unavailableFor?: Duration | undefined;
+
+  /**
+   * Where blobs are: URL of an object store that servers share, or the path of a folder of this server.
+   *
+   * @generated from field: string blobs = 4;
+   */
+  blobs: string;
+};
+
+/**
+ * Describes the message gradrule.v1.RegistryStatus.
+ * Use `create(RegistryStatusSchema)` to create a new message.
+ */
+export const RegistryStatusSchema: GenMessage<RegistryStatus> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_admin, 3);
 
 /**
  * State of the compile workers: the processes that parse and check graphs before engines compile them.
@@ -197,7 +253,7 @@ export type CompileWorkersStatus = Message<"gradrule.v1.CompileWorkersStatus"> &
  * Use `create(CompileWorkersStatusSchema)` to create a new message.
  */
 export const CompileWorkersStatusSchema: GenMessage<CompileWorkersStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 3);
+  messageDesc(file_gradrule_v1_admin, 4);
 
 /**
  * Use of a limited resource.
@@ -225,7 +281,7 @@ export type Usage = Message<"gradrule.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 4);
+  messageDesc(file_gradrule_v1_admin, 5);
 
 /**
  * State of one engine: a process that runs programs.
@@ -330,7 +386,7 @@ export type EngineStatus = Message<"gradrule.v1.EngineStatus"> & {
  * Use `create(EngineStatusSchema)` to create a new message.
  */
 export const EngineStatusSchema: GenMessage<EngineStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 5);
+  messageDesc(file_gradrule_v1_admin, 6);
 
 /**
  * State of one cache.
@@ -365,7 +421,7 @@ export type CacheStatus = Message<"gradrule.v1.CacheStatus"> & {
  * Use `create(CacheStatusSchema)` to create a new message.
  */
 export const CacheStatusSchema: GenMessage<CacheStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 6);
+  messageDesc(file_gradrule_v1_admin, 7);
 
 /**
  * Resources that one tenant uses.
@@ -442,7 +498,7 @@ export type TenantStatus = Message<"gradrule.v1.TenantStatus"> & {
  * Use `create(TenantStatusSchema)` to create a new message.
  */
 export const TenantStatusSchema: GenMessage<TenantStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 7);
+  messageDesc(file_gradrule_v1_admin, 8);
 
 /**
  * A program that the server refuses to run for some time.
@@ -477,7 +533,7 @@ export type QuarantinedProgram = Message<"gradrule.v1.QuarantinedProgram"> & {
  * Use `create(QuarantinedProgramSchema)` to create a new message.
  */
 export const QuarantinedProgramSchema: GenMessage<QuarantinedProgram> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 8);
+  messageDesc(file_gradrule_v1_admin, 9);
 
 /**
  * For operators of the server. Other callers get PERMISSION_DENIED. The operator can turn the service off.
