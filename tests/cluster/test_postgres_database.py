@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import DataError
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
@@ -24,6 +25,7 @@ from gradrule_server.registry.postgres_database import PostgresDatabase
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 from tests.cluster.postgres import PASSWORD, PostgresServer
 from tests.unit.registry.rows import execute
+from tests.waiting import wait_until
 
 T = TypeVar("T")
 
@@ -76,6 +78,16 @@ def at_once(function: Callable[[], T], count: int = 8) -> list[T]:
 
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(call, range(count)))
+
+
+def wait_for_availability(store: Store, *, is_available: bool = True) -> None:
+    """Checks the database until it can be used, or cannot."""
+
+    def is_reached() -> bool | None:
+        store.check()
+        return (not store.database.away) == is_available or None
+
+    wait_until(is_reached, "change of the database")
 
 
 def test_servers_that_start_at_once_create_one_registry(open_another: Callable[[], Store]) -> None:
@@ -264,6 +276,72 @@ def test_writer_that_waits_too_long_is_refused(
     store.exclusively(lambda: store.add_rule(rule("a")))
 
 
+def test_more_writers_than_connections_take_turns(open_another: Callable[[], Store]) -> None:
+    store = open_another()
+    numbers = iter(range(100))
+
+    def add_program() -> None:
+        number = next(numbers)
+        source = ProgramContent(b"", b"graph %d" % number, b"")
+        row = ProgramRow(f"p{number}", "i", b"", 1)
+        for _ in range(3):
+            store.exclusively(
+                lambda: store.add_program(row, source, is_graph_added=True), first=lambda: store.add_graph(source.graph)
+            )
+            store.exclusively(lambda: store.remove_program(row.id))
+            store.refresh()
+
+    at_once(add_program, 20)
+    assert store.counts() == (0, 0)
+
+
+def test_refused_statement_is_reported_once(
+    postgres: PostgresServer, database_url: str, open_another: Callable[[], Store], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_another()
+    follower = follow(store)
+    name = database_url.rpartition("/")[2]
+    postgres.execute("ALTER TABLE changes RENAME TO moved", database=name)
+    for _ in range(3):
+        store.check()
+        with pytest.raises(GradruleError, match="cannot be used now") as refusal:
+            store.exclusively(lambda: store.add_rule(rule("a")))
+        assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
+    [line] = caplog.messages
+    assert 'relation "changes" does not exist' in line
+    postgres.execute("ALTER TABLE moved RENAME TO changes", database=name)
+    wait_for_availability(store)
+    store.add_rule(rule("b"))
+    store.refresh()
+    assert [change.name for change in follower.seen if isinstance(change, Change)] == ["b"]
+
+
+def test_role_that_may_no_longer_log_in_is_reported_once(
+    postgres: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    postgres.execute("CREATE ROLE former LOGIN PASSWORD 'former'")
+    name = postgres.create_database(options="OWNER former").rpartition("/")[2]
+    with closing(Store(PostgresDatabase(postgres.url(name, user="former", password="former")))) as store:
+        end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'former'"
+        postgres.execute("ALTER ROLE former NOLOGIN", end)
+        wait_for_availability(store, is_available=False)
+        for _ in range(3):
+            store.check()
+            assert store.database.away
+        assert len([line for line in caplog.messages if "not permitted to log in" in line]) == 1
+        postgres.execute("ALTER ROLE former LOGIN")
+        wait_for_availability(store)
+        store.add_rule(rule("a"))
+
+
+def test_value_that_the_database_refuses_concerns_its_caller_only(open_another: Callable[[], Store]) -> None:
+    store = open_another()
+    with pytest.raises(DataError):
+        store.program("a\0b")
+    assert not store.database.away
+    assert store.rules() == []
+
+
 def test_database_that_is_away_is_reported_once(
     postgres: PostgresServer, open_another: Callable[[], Store], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,7 +351,7 @@ def test_database_that_is_away_is_reported_once(
     try:
         for _ in range(5):
             store.check()
-        with pytest.raises(GradruleError, match="cannot be reached; try again"):
+        with pytest.raises(GradruleError, match="cannot be used now; try again"):
             store.rules()
         [line] = caplog.messages
         assert "goes on with what it has in memory" in line

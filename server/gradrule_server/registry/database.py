@@ -18,6 +18,9 @@ from gradrule_server.registry.data_folder import StoreError
 
 T = TypeVar("T")
 
+LARGE_BYTES = 1 << 20
+"""Size from which on a row takes long to write and read, bytes."""
+
 # How long a server that starts waits for a database that starts too.
 _START_WAIT_S = 30.0
 

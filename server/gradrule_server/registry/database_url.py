@@ -19,7 +19,13 @@ def check_url(url: str) -> str:
 
     libpq splits a URL with a password that is not percent-encoded at the wrong places, and would show parts of it.
     """
-    parts = urlsplit(url)
+    if not url.isprintable() or " " in url:
+        raise ValueError("it holds a space, a line break or a character that cannot be printed; percent-encode it")
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        # Its text shows parts of the URL.
+        raise ValueError("it is no valid URL; percent-encode the special characters of a password") from None
     rest = f"{parts.path}?{parts.query}#{parts.fragment}"
     if not is_postgres_url(url) or url.count("@") > 1 or "@" in rest or parts.fragment:
         raise ValueError(

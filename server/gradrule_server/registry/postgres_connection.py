@@ -11,6 +11,7 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import Format
 from sqlalchemy import Connection, Engine, create_engine, text
 
+from gradrule_server.registry.database import LARGE_BYTES
 from gradrule_server.registry.database_url import check_url
 
 APPLICATION_NAME = "gradrule"
@@ -22,10 +23,8 @@ STATEMENT_S = 5.0
 _ANSWER_S = STATEMENT_S + 1.0
 """Longest time without an answer, seconds; then the connection is closed."""
 
-_CONNECTIONS = 8
 # A large row gets the time that it needs at this rate, bytes per second.
 _LARGE_RATE = 5 << 20
-_LARGE_BYTES = 1 << 20
 
 _SETTINGS = {
     "statement_timeout": f"{STATEMENT_S * 1000:.0f}",
@@ -58,8 +57,8 @@ class _BinaryCursor(psycopg.Cursor[Any]):
         self.format = Format.BINARY
 
 
-def create_postgres_engine(url: str) -> Engine:
-    """Returns a pool of connections; it connects when a connection is needed."""
+def create_postgres_engine(url: str, connections: int) -> Engine:
+    """Returns a pool of at most `connections` connections; it connects when a connection is needed."""
     check_url(url)
 
     def connect() -> _BoundedConnection:
@@ -87,7 +86,7 @@ def create_postgres_engine(url: str) -> Engine:
     return create_engine(
         "postgresql+psycopg://",
         creator=connect,
-        pool_size=_CONNECTIONS,
+        pool_size=connections,
         max_overflow=0,
         pool_timeout=STATEMENT_S,
         pool_pre_ping=True,
@@ -97,7 +96,7 @@ def create_postgres_engine(url: str) -> Engine:
 @contextmanager
 def time_for(connection: Connection, size: int) -> Iterator[None]:
     """Gives the statements of a context the time that a row of `size` bytes needs."""
-    if size < _LARGE_BYTES or connection.dialect.name != "postgresql":
+    if size < LARGE_BYTES or connection.dialect.name != "postgresql":
         yield
         return
     driver = connection.connection.driver_connection

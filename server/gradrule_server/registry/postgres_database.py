@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psycopg
 from sqlalchemy import Connection, insert, inspect, select, text
@@ -42,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 # `gradrule` in ASCII.
 _LOCK_KEY = 0x6772616472756C65
+# Connections of a server; docs/guide/clusters.md states them.
+_CONNECTIONS = 8
 _RETRY_S = 0.4
 _ATTEMPTS = 4
 _START_POLL_S = 0.5
@@ -51,11 +54,20 @@ _AGAIN = frozenset({"40001", "40P01"})
 # A statement or a lock took too long.
 _BUSY = frozenset({"57014", "55P03"})
 _DISK_FULL = "53100"
+# A value, a constraint or a damaged row: concerns the caller only.
+_OF_THE_CALLER = ("22", "23", "XX")
 # The database went away or refuses connections: shut down, starting, out of connections or memory, read-only.
 _AWAY = ("08", "53", "57P", "25006")
 # Refused connections without a state that are not due to the URL or the password.
-_TEMPORARY = ("starting up", "shutting down", "recovery", "too many", "connection slots", "terminating")
-
+_TEMPORARY = (
+    "accepting connections",
+    "starting up",
+    "shutting down",
+    "recovery",
+    "too many",
+    "connection slots",
+    "terminating",
+)
 
 _OTHER_SERVERS = (
     "SELECT count(*) FROM pg_stat_activity "
@@ -97,9 +109,14 @@ class PostgresDatabase(Database):
         self._is_probing = False
         self._probe_at = 0.0
         self._folder_lock = None if folder is None else _lock_folder(folder)
-        self._engine = create_postgres_engine(url)
+        self._engine = create_postgres_engine(url, _CONNECTIONS - 1)
+        # The thread whose turn it is has a connection of its own, because threads that wait for their turn may hold
+        # all others.
+        self._turn_engine = create_postgres_engine(url, 1)
         # One snapshot for all queries of a transaction.
-        self._reader = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        options: Mapping[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        self._reader = self._engine.execution_options(**options)
+        self._turn_reader = self._turn_engine.execution_options(**options)
         try:
             self._open(time.monotonic() + wait_s)
         except BaseException:
@@ -108,7 +125,7 @@ class PostgresDatabase(Database):
 
     def close(self) -> None:
         """Closes all connections, and unlocks the folder."""
-        self._engine.dispose()
+        self._disconnect()
         if self._folder_lock is not None:
             self._folder_lock.release()
             self._folder_lock = None
@@ -164,9 +181,8 @@ class PostgresDatabase(Database):
         with ExitStack() as stack:
             stack.enter_context(self._guarded(tries_again=True))
             if first is None:
-                # Take the lock of writers before a connection: there are few connections, and waiting needs none.
                 stack.enter_context(self._turn())
-            connection = stack.enter_context(self._engine.connect())
+            connection = stack.enter_context((self._turn_engine if first is None else self._engine).connect())
             stack.enter_context(self._thread.entered(connection))
             if first is not None:
                 self._thread.is_first = True
@@ -183,7 +199,7 @@ class PostgresDatabase(Database):
         with (
             self._guarded(),
             self._turn(),
-            self._reader.connect() as connection,
+            self._turn_reader.connect() as connection,
             self._thread.entered(connection),
         ):
             self._thread.is_reading = True
@@ -318,9 +334,14 @@ class PostgresDatabase(Database):
             if not self.away:
                 return False
             if self._is_probing or time.monotonic() < self._probe_at:
-                raise _unavailable("cannot be reached")
+                raise _unavailable("cannot be used now")
             self._is_probing = True
             return True
+
+    def _disconnect(self) -> None:
+        """Closes the connections that are not in use; others are closed when their thread returns them."""
+        self._engine.dispose()
+        self._turn_engine.dispose()
 
     def _set_away(self, reason: str) -> None:
         with self._state:
@@ -338,16 +359,13 @@ class PostgresDatabase(Database):
                 errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
                 "the disk of the database for rules and programs is full; its operator must free space",
             )
-        if _is_away(cause):
-            self._set_away(f"the registry's database {self.description} cannot be used: {self._reason(cause)}")
-            # A server that became read-only keeps its connections.
-            self._engine.dispose()
-            return _unavailable("cannot be reached")
-        if state.startswith(("23", "XX")):
-            # A violated constraint or a damaged row concerns the caller only.
+        if state.startswith(_OF_THE_CALLER) or isinstance(cause.orig, psycopg.DataError):
             return cause
-        _log.error("the registry's database %s refuses a statement: %s", self.description, self._reason(cause))
-        return _unavailable("refuses the server's statements; the server's log says why")
+        # The connection ended, or the tables, the rights or the password were changed: the next call may meet the same.
+        self._set_away(f"the registry's database {self.description} cannot be used: {self._reason(cause)}")
+        # A server that became read-only keeps its connections.
+        self._disconnect()
+        return _unavailable("cannot be used now")
 
     def _reason(self, cause: Exception) -> str:
         original = getattr(cause, "orig", None) or cause
@@ -412,7 +430,7 @@ def _sqlstate(cause: DBAPIError) -> str:
 
 
 def _is_away(cause: Exception) -> bool:
-    """Returns whether another attempt later may succeed, because the database itself went away."""
+    """Returns whether waiting may help a server that starts, because the database itself is away."""
     if isinstance(cause, PoolTimeoutError):
         return True
     if not isinstance(cause, DBAPIError):

@@ -19,6 +19,7 @@ from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.quotas import Quota
 from gradrule_server.registry import page_tokens
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.database import LARGE_BYTES
 from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, Store, UnreadableRowError
 
 _log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class ProgramRegistry:
         def add() -> StoredProgram:
             return self._add(row, content, blobs, StoredProgram(row.id, identity, kept), is_graph_added=is_graph_added)
 
-        return self._store.exclusively(add, first=add_graph)
+        return self._store.exclusively(add, first=add_graph if len(content.graph) >= LARGE_BYTES else None)
 
     def _add(
         self,
@@ -256,7 +257,8 @@ class ProgramRegistry:
     def get(self, name: str) -> StoredProgram:
         """Returns a program by its id, with or without `programs/`. Raises PROGRAM_NOT_FOUND."""
         program_id = name.removeprefix(PROGRAM_PREFIX)
-        row = self._store.program(program_id, self._tenant)
+        # PostgreSQL refuses some texts that are no ids.
+        row = self._store.program(program_id, self._tenant) if _ID.fullmatch(program_id) else None
         if row is None:
             raise self._not_found(name)
         with self._unreadable_is_not_found(program_id):

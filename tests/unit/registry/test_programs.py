@@ -143,6 +143,15 @@ def test_error_for_an_unknown_program_suggests_similar_names(store: Store) -> No
         assert "Did you mean 'mnist'?" in refusal.value.message
 
 
+@pytest.mark.parametrize("name", ["programs/a\0b", "", "A", "p" * 100_000])
+def test_name_that_is_no_id_is_an_unknown_program(store: Store, name: str) -> None:
+    registry = registry_of(store)
+    for call in (registry.get, registry.delete):
+        with pytest.raises(GradruleError) as refusal:
+            call(name)
+        assert refusal.value.reason == errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND
+
+
 def test_id_of_a_deleted_program_can_be_used_again(open_store: Callable[[], Store]) -> None:
     store = open_store()
     registry = registry_of(store)
