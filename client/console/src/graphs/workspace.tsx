@@ -1,6 +1,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { isAbort } from "../api/client";
 import { ErrorBox, Loading, problemOf } from "../ui/states";
+import { Table } from "../ui/table";
 import { evaluate, explain, storeProgram, type LoadedGraph } from "./api";
 import type { Example } from "./examples";
 import { FeedEditor } from "./feed-editor";
@@ -99,34 +100,21 @@ function Resolutions({ found, show }: { found: Resolution[]; show: (node: string
       <summary>
         <b>Rule of each node</b> <span class="muted">{found.length} nodes with an override</span>
       </summary>
-      <div class="table-frame">
-        <table class="table">
-          <thead>
-            <tr>
-              <th>Node</th>
-              <th>Op</th>
-              <th>Rule</th>
-              <th>Override</th>
-              <th>Status</th>
-            </tr>
-          </thead>
-          <tbody>
-            {found.slice(0, 500).map(({ node, opType, rule, label, status }) => (
-              <tr>
-                <td>
-                  <button class="button button-small" type="button" onClick={() => show(node)}>
-                    {node}
-                  </button>
-                </td>
-                <td>{opType}</td>
-                <td>{rule}</td>
-                <td>{label}</td>
-                <td>{status?.replace("RESOLUTION_STATUS_", "").toLowerCase().replace("_", " ")}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label="Table of the rule of each node" columns={["Node", "Op", "Rule", "Override", "Status"]}>
+        {found.slice(0, 500).map(({ node, opType, rule, label, status }) => (
+          <tr>
+            <td>
+              <button class="button button-small" type="button" onClick={() => show(node)}>
+                {node}
+              </button>
+            </td>
+            <td>{opType}</td>
+            <td>{rule}</td>
+            <td>{label}</td>
+            <td>{status?.replace("RESOLUTION_STATUS_", "").toLowerCase().replace("_", " ")}</td>
+          </tr>
+        ))}
+      </Table>
     </details>
   );
 }

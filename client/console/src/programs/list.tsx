@@ -4,6 +4,7 @@ import { useList, type Listed, type ListPage } from "../api/pages";
 import type { Program } from "../api/types";
 import { go, href, type Route } from "../router";
 import { Empty, ErrorBox, Loading } from "../ui/states";
+import { Table } from "../ui/table";
 import { programId, timeText } from "./specs";
 
 /** Rows that are shown at first, and that each click adds. */
@@ -65,36 +66,22 @@ export function ProgramList({ route }: { route: Route }) {
       )}
       {isEmpty && list.items.length > 0 && <Empty title="No program matches">Search for another word.</Empty>}
       {found.length > 0 && (
-        <div class="table-frame" tabIndex={0} role="region" aria-label="Programs">
-          <table class="table">
-            <thead>
-              <tr>
-                <th scope="col">Program</th>
-                <th scope="col">ys</th>
-                <th scope="col">xs</th>
-                <th scope="col">Outputs</th>
-                <th scope="col">Device</th>
-                <th scope="col">Created</th>
-              </tr>
-            </thead>
-            <tbody>
-              {found.slice(0, shown).map((program) => (
-                <tr key={program.name}>
-                  <th scope="row">
-                    <a href={href("programs", programId(program))}>
-                      <code>{programId(program)}</code>
-                    </a>
-                  </th>
-                  <td>{names(program.ys)}</td>
-                  <td>{names(program.xs)}</td>
-                  <td>{names(program.outputs)}</td>
-                  <td class="nowrap">{program.device}</td>
-                  <td class="nowrap">{timeText(program.createTime)}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label="Programs" columns={["Program", "ys", "xs", "Outputs", "Device", "Created"]}>
+          {found.slice(0, shown).map((program) => (
+            <tr key={program.name}>
+              <th scope="row">
+                <a href={href("programs", programId(program))}>
+                  <code>{programId(program)}</code>
+                </a>
+              </th>
+              <td>{names(program.ys)}</td>
+              <td>{names(program.xs)}</td>
+              <td>{names(program.outputs)}</td>
+              <td class="nowrap">{program.device}</td>
+              <td class="nowrap">{timeText(program.createTime)}</td>
+            </tr>
+          ))}
+        </Table>
       )}
       {(found.length > shown || (!search && found.length > 0 && !list.isComplete)) && (
         <p class="row">

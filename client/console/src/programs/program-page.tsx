@@ -7,6 +7,7 @@ import { DeleteButton } from "../ui/confirm";
 import { CopyButton } from "../ui/copy";
 import { ServerText } from "../ui/server-text";
 import { ErrorBox, Loading } from "../ui/states";
+import { Table } from "../ui/table";
 import { dtypeText, shapeText, timeText } from "./specs";
 
 /** Number of rows after which a table waits for a click. */
@@ -119,29 +120,17 @@ function Specs({
   return (
     <section class="stack" aria-label={title}>
       <h2>{title}</h2>
-      <div class="table-frame">
-        <table class="table table-fixed">
-          <thead>
-            <tr>
-              <th scope="col">Name</th>
-              <th scope="col">Type</th>
-              <th scope="col">Shape</th>
-            </tr>
-          </thead>
-          <tbody>
-            {specs.map((spec) => (
-              <tr key={spec.name}>
-                <th scope="row">
-                  <code>{spec.name}</code>{" "}
-                  {sparse.includes(spec.name ?? "") && <span class="tag">sparse gradient</span>}
-                </th>
-                <td>{dtypeText(spec.dtype)}</td>
-                <td class="number-left">{shapeText(spec.shape)}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label={`Table of ${title}`} columns={["Name", "Type", "Shape"]} look="table-fixed">
+        {specs.map((spec) => (
+          <tr key={spec.name}>
+            <th scope="row">
+              <code>{spec.name}</code> {sparse.includes(spec.name ?? "") && <span class="tag">sparse gradient</span>}
+            </th>
+            <td>{dtypeText(spec.dtype)}</td>
+            <td class="number-left">{shapeText(spec.shape)}</td>
+          </tr>
+        ))}
+      </Table>
     </section>
   );
 }
@@ -155,32 +144,20 @@ function Overrides({ overrides }: { overrides: Resolution[] }) {
       {overrides.length === 0 ? (
         <p class="muted">No override matched a node: all gradients are the ops’ own.</p>
       ) : (
-        <div class="table-frame table-tall" tabIndex={0} role="region" aria-label="Table of overrides">
-          <table class="table">
-            <thead>
-              <tr>
-                <th scope="col">Node</th>
-                <th scope="col">Op</th>
-                <th scope="col">Rule</th>
-                <th scope="col">Effect</th>
-              </tr>
-            </thead>
-            <tbody>
-              {overrides.map((row) => (
-                <tr>
-                  <th scope="row">
-                    <code>{row.qualifiedName || row.node}</code>
-                  </th>
-                  <td>{row.opType}</td>
-                  <td>
-                    {LINKLESS.has(row.rule ?? "") ? row.rule : <a href={href("rules", row.rule ?? "")}>{row.rule}</a>}
-                  </td>
-                  <td>{STATUS[row.status ?? ""]}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label="Table of overrides" columns={["Node", "Op", "Rule", "Effect"]} isTall>
+          {overrides.map((row) => (
+            <tr>
+              <th scope="row">
+                <code>{row.qualifiedName || row.node}</code>
+              </th>
+              <td>{row.opType}</td>
+              <td>
+                {LINKLESS.has(row.rule ?? "") ? row.rule : <a href={href("rules", row.rule ?? "")}>{row.rule}</a>}
+              </td>
+              <td>{STATUS[row.status ?? ""]}</td>
+            </tr>
+          ))}
+        </Table>
       )}
     </section>
   );

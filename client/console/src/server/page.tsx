@@ -6,6 +6,7 @@ import type { ServerStatus } from "../api/types";
 import type { Route } from "../router";
 import { Plot } from "../ui/plot";
 import { Empty, ErrorBox, Loading } from "../ui/states";
+import { Table } from "../ui/table";
 import { useStatus, type Sample } from "./polling";
 import { Caches, Engines, Quarantine, Tenants } from "./tables";
 import { UsageBar } from "./usage";
@@ -158,35 +159,21 @@ function Latencies({ records }: { records: CallRecord[] }) {
           evaluations tell it.
         </p>
       </div>
-      <div class="table-frame" tabIndex={0} role="region" aria-label="Table of latencies">
-        <table class="table">
-          <thead>
-            <tr>
-              <th scope="col">Call</th>
-              {["Calls", "Errors", "Median", "95 %", "Queue", "Run"].map((name) => (
-                <th scope="col" class="number">
-                  {name}
-                </th>
-              ))}
-            </tr>
-          </thead>
-          <tbody>
-            {records.map((record) => (
-              <tr key={record.operation}>
-                <th scope="row">
-                  <code>{record.operation}</code>
-                </th>
-                <td class="number">{record.count}</td>
-                <td class="number">{record.errors}</td>
-                <td class="number">{milliseconds(record.roundTrips, 0.5)}</td>
-                <td class="number">{milliseconds(record.roundTrips, 0.95)}</td>
-                <td class="number">{milliseconds(record.queue, 0.5)}</td>
-                <td class="number">{milliseconds(record.run, 0.5)}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label="Table of latencies" columns={["Call", "#Calls", "#Errors", "#Median", "#95 %", "#Queue", "#Run"]}>
+        {records.map((record) => (
+          <tr key={record.operation}>
+            <th scope="row">
+              <code>{record.operation}</code>
+            </th>
+            <td class="number">{record.count}</td>
+            <td class="number">{record.errors}</td>
+            <td class="number">{milliseconds(record.roundTrips, 0.5)}</td>
+            <td class="number">{milliseconds(record.roundTrips, 0.95)}</td>
+            <td class="number">{milliseconds(record.queue, 0.5)}</td>
+            <td class="number">{milliseconds(record.run, 0.5)}</td>
+          </tr>
+        ))}
+      </Table>
     </section>
   );
 }

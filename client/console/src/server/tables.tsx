@@ -1,12 +1,13 @@
 import type { ComponentChildren } from "preact";
 import { bytesText, durationText, seconds } from "../api/numbers";
 import type { EngineStatus, ServerStatus } from "../api/types";
+import { isNumber, Table } from "../ui/table";
 import { UsageBar } from "./usage";
 
 /** Table of the processes that run programs. */
 export function Engines({ engines }: { engines: EngineStatus[] }) {
   return (
-    <Table
+    <TableSection
       title="Engines"
       columns={[
         "Engine",
@@ -45,7 +46,7 @@ export function Engines({ engines }: { engines: EngineStatus[] }) {
 /** Table of the server's caches. */
 export function Caches({ caches }: { caches: NonNullable<ServerStatus["caches"]> }) {
   return (
-    <Table
+    <TableSection
       title="Caches"
       columns={["Cache", "Entries", "Memory"]}
       rows={caches.map((cache) => [
@@ -61,7 +62,7 @@ export function Caches({ caches }: { caches: NonNullable<ServerStatus["caches"]>
 export function Tenants({ status }: { status: ServerStatus }) {
   const tenants = status.tenants ?? [];
   return (
-    <Table
+    <TableSection
       title="Tenants"
       note={
         (status.tenantCount ?? 0) > tenants.length
@@ -99,7 +100,7 @@ export function Tenants({ status }: { status: ServerStatus }) {
 export function Quarantine({ status }: { status: ServerStatus }) {
   const programs = status.quarantinedPrograms ?? [];
   return (
-    <Table
+    <TableSection
       title="Quarantined programs"
       note={
         programs.length
@@ -117,7 +118,7 @@ export function Quarantine({ status }: { status: ServerStatus }) {
 }
 
 /** Table with a title. A column whose name starts with `#` holds numbers. The first cell of a row names it. */
-function Table({
+function TableSection({
   title,
   note,
   columns,
@@ -128,7 +129,7 @@ function Table({
   columns: string[];
   rows: ComponentChildren[][];
 }) {
-  const isNumber = (index: number) => (columns[index]!.startsWith("#") ? "number" : undefined);
+  const look = (index: number) => (isNumber(columns[index]!) ? "number" : undefined);
   return (
     <section class="stack" aria-label={title}>
       <div>
@@ -136,28 +137,15 @@ function Table({
         {note && <p class="small muted">{note}</p>}
       </div>
       {rows.length > 0 && (
-        <div class="table-frame" tabIndex={0} role="region" aria-label={`Table of ${title.toLowerCase()}`}>
-          <table class="table">
-            <thead>
-              <tr>
-                {columns.map((column, index) => (
-                  <th scope="col" class={isNumber(index)}>
-                    {column.replace(/^#/, "")}
-                  </th>
-                ))}
-              </tr>
-            </thead>
-            <tbody>
-              {rows.map((row) => (
-                <tr>
-                  {row.map((cell, index) =>
-                    index === 0 ? <th scope="row">{cell}</th> : <td class={isNumber(index)}>{cell}</td>,
-                  )}
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label={`Table of ${title.toLowerCase()}`} columns={columns}>
+          {rows.map((row) => (
+            <tr>
+              {row.map((cell, index) =>
+                index === 0 ? <th scope="row">{cell}</th> : <td class={look(index)}>{cell}</td>,
+              )}
+            </tr>
+          ))}
+        </Table>
       )}
     </section>
   );
