@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import socket
 import subprocess
@@ -33,12 +34,14 @@ class FaultyProxy:
         port: The port that it listens on.
         delay_s: Time for which each piece of data from a client is held up.
         held: Number of pieces of data that are held up by `frozen`.
+        answers: What it answers to the next requests, instead of passing them on.
     """
 
     def __init__(self, target: int) -> None:
         self._target = target
         self.delay_s = 0.0
         self.held = 0
+        self.answers: Iterator[bytes] = iter(())
         self.port = 0
         self._passing = threading.Event()
         self._passing.set()
@@ -70,6 +73,16 @@ class FaultyProxy:
             self.start()
 
     @contextlib.contextmanager
+    def answering(self, status: str, body: bytes) -> Iterator[None]:
+        """Answers each request by itself within this context, as a proxy does whose service is away."""
+        head = f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\nContent-Length: {len(body)}\r\nConnection: close"
+        self.answers = itertools.repeat(head.encode() + b"\r\n\r\n" + body)
+        try:
+            yield
+        finally:
+            self.answers = iter(())
+
+    @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Passes on nothing within this context, and answers nothing."""
         self._passing.clear()
@@ -98,6 +111,9 @@ class FaultyProxy:
                         self.held += 1
                         self._passing.wait()
                         self.held -= 1
+                    if source is client and (answer := next(self.answers, b"")):
+                        client.sendall(answer)
+                        return
                     if source is client:
                         time.sleep(self.delay_s)
                         server.sendall(data)

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import OpenStore, shared_stores
+from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.registry.data_folder import StoreError
+from gradrule_server.registry.object_store import ObjectStoreError, open_object_store
+from gradrule_server.registry.store import Store
+from tests.cluster.s3 import S3Server
+from tests.stores import OpenStore, open_blobs, shared_stores
 from tests.unit.registry.test_blobs import (  # noqa: F401
+    name_of,
+    put,
+    refusal,
     test_blob_pinned_before_its_upload_is_not_removed,
     test_least_recently_used_blobs_are_removed,
     test_names_of_blobs_must_be_hashes,
@@ -27,3 +35,39 @@ def open_store(tmp_path: Path, bucket: str, s3_environment: None) -> Iterator[Op
     """Returns a function that opens a store in an S3 bucket; each call is one start of a server."""
     with shared_stores(tmp_path, f"s3://{bucket}/some/prefix") as opened:
         yield opened
+
+
+ANSWERS = [("404 Not Found", b"<h1>no backend</h1>"), ("404 Not Found", b""), ("200 OK", b"<h1>Sign in</h1>")]
+
+
+@pytest.mark.parametrize(("status", "body"), ANSWERS)
+async def test_answers_of_a_proxy_are_not_taken_for_missing_or_damaged_objects(
+    tmp_path: Path, s3: S3Server, bucket: str, s3_environment: None, status: str, body: bytes
+) -> None:
+    url, store = f"s3://{bucket}/x", Store(tmp_path / "registry")
+    name = put(open_blobs(store, tmp_path / "ada", url), b"weights")
+    blobs = open_blobs(store, tmp_path / "grace", url)
+    with s3.proxy.answering(status, body):
+        with pytest.raises(GradruleError) as caught:
+            await blobs.acquire([name])
+        assert reason_name(caught.value.reason) == "UNAVAILABLE"
+        if not status.startswith("200"):
+            assert reason_name(refusal(put, blobs, b"more").reason) == "UNAVAILABLE"
+            with pytest.raises(ObjectStoreError):
+                blobs.objects.delete("default/x")
+            with pytest.raises(ObjectStoreError):
+                list(blobs.objects.iterate())
+        blobs.maintain()
+        with pytest.raises(StoreError):
+            open_blobs(store, tmp_path / "third", url)
+    assert blobs.missing([name, name_of(b"more")]) == [name_of(b"more")]
+    async with blobs.acquired([name]):
+        assert blobs.read(name) == b"weights"
+    store.close()
+
+
+def test_requests_are_repeated_after_errors_of_the_service(s3: S3Server, bucket: str, s3_environment: None) -> None:
+    objects = open_object_store(f"s3://{bucket}")
+    s3.proxy.answers = iter([b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n"] * 2)
+    assert list(objects.iterate()) == []
+    assert next(s3.proxy.answers, None) is None

@@ -42,7 +42,8 @@ class ObjectNotFoundError(Exception):
 class ObjectStore(Protocol):
     """The objects of one folder or bucket. Safe to use from several threads.
 
-    Methods raise `ObjectStoreError`; `put` also raises `OSError` if the disk of a shared folder is full.
+    Methods raise `ObjectStoreError`; `put` also raises `OSError` if the disk of a shared folder is full. Call
+    `check_owner` before believing that an object is missing or damaged.
 
     Attributes:
         url: Where the objects are, without secrets.
@@ -105,8 +106,6 @@ class FolderObjects:
                 file.seek(offset)
                 return file.read(count)
         except FileNotFoundError as cause:
-            if key != MARKER:
-                self._check_marker()
             raise ObjectNotFoundError(key) from cause
         except OSError as cause:
             raise ObjectStoreError(f"{self.url} cannot be read: {cause.strerror}") from cause
@@ -120,13 +119,22 @@ class FolderObjects:
             raise ObjectStoreError(f"{self.url} cannot be changed: {cause.strerror}") from cause
 
     def iterate(self) -> Iterator[tuple[str, int]]:
-        for folder, _, names in os.walk(self._folder):
+        for folder, _, names in os.walk(self._folder, onerror=self._refuse):
             for name in names:
                 path = Path(folder) / name
                 key = path.relative_to(self._folder).as_posix()
                 if key != MARKER and not name.startswith(_PARTIAL):
-                    with contextlib.suppress(FileNotFoundError):
+                    try:
                         yield key, path.stat().st_size
+                    except FileNotFoundError:
+                        continue
+                    except OSError as cause:
+                        self._refuse(cause)
+
+    def _refuse(self, cause: OSError) -> None:
+        # A tenant's folder may be removed while the others are listed.
+        if not isinstance(cause, FileNotFoundError) or not self._folder.is_dir():
+            raise ObjectStoreError(f"{self.url} cannot be listed: {cause.strerror}") from cause
 
     def _check_marker(self) -> None:
         # A folder whose file system is not mounted is empty: objects seem to be missing, and new ones would be lost.
@@ -198,6 +206,18 @@ def claim(objects: ObjectStore, registry_id: str) -> bool:
             "give another --blobs, or the same --registry as the servers that use it"
         )
     return is_new
+
+
+def check_owner(objects: ObjectStore, registry_id: str) -> None:
+    """Raises `ObjectStoreError` unless an object store still has the marker of a registry.
+
+    Something else may answer in its place: a folder whose file system is not mounted, or a proxy with pages of its own.
+    """
+    if _owner(objects) != registry_id:
+        raise ObjectStoreError(
+            f"{objects.url} has no object {MARKER} of this registry; its file system may not be mounted, or another "
+            "server answers in its place"
+        )
 
 
 def _owner(objects: ObjectStore) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import s3fs
+import s3fs.core
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 from fsspec.asyn import sync
 
@@ -23,9 +24,9 @@ T = TypeVar("T")
 
 _CONNECT_S = 5
 _READ_S = 15
-# Includes one more attempt after an error of the connection.
+# Includes further attempts after an error of the connection or of the service.
 _REQUEST_S = 30.0
-_ATTEMPTS = 2
+_ATTEMPTS = 3
 # Slowest upload that is waited for, bytes a second.
 _MIN_RATE = 1 << 20
 _PART_BYTES = 8 << 20
@@ -33,6 +34,19 @@ _PARTS_AT_ONCE = 4
 
 # At the level debug these log headers of requests, which may hold session tokens.
 _CHATTY = ("aiobotocore", "botocore", "s3fs", "fsspec", "asyncio")
+
+
+_MISSING_BUCKET = ("NoSuchBucket", "404")
+
+
+def _is_repeated(cause: Exception) -> bool:
+    """Returns whether s3fs repeats a request after an error, besides those that it repeats by itself."""
+    if not isinstance(cause, ClientError):
+        return False
+    return int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) >= 500
+
+
+s3fs.core.set_custom_error_handler(_is_repeated)
 
 
 class _FileSystem(s3fs.S3FileSystem):  # type: ignore[misc]
@@ -63,9 +77,9 @@ class S3Objects:
         )
         try:
             self._run(self._files._call_s3, "head_bucket", Bucket=bucket)
-        except ObjectNotFoundError as cause:
-            raise StoreError(f"the bucket of --blobs {self.url} does not exist; create it first") from cause
         except ObjectStoreError as cause:
+            if _code(cause) in _MISSING_BUCKET:
+                raise StoreError(f"the bucket of --blobs {self.url} does not exist; create it first") from cause
             raise StoreError(f"--blobs {self.url} cannot be used: {cause}") from cause
 
     def put(self, key: str, path: Path) -> None:
@@ -80,13 +94,26 @@ class S3Objects:
 
     def read(self, key: str, offset: int, count: int) -> bytes:
         try:
-            return bytes(self._run(self._files._cat_file, self._path(key), start=offset, end=offset + count))
-        except _RangeError:
-            return b""
+            found = bytes(self._run(self._files._cat_file, self._path(key), start=offset, end=offset + count))
+        except ObjectStoreError as cause:
+            # Not the status 404 alone: a proxy gives it while the service behind it is away.
+            if _code(cause) == "NoSuchKey":
+                raise ObjectNotFoundError(key) from cause
+            # The bytes that were asked for begin after the end of the object.
+            if _code(cause) == "InvalidRange":
+                return b""
+            raise
+        if len(found) > count:
+            raise ObjectStoreError(f"{self.url} answers with other bytes of an object than those that were asked for")
+        return found
 
     def delete(self, key: str) -> None:
         name = self._prefix + key
-        self._run(self._files._call_s3, "delete_object", Bucket=self._bucket, Key=name)
+        try:
+            self._run(self._files._call_s3, "delete_object", Bucket=self._bucket, Key=name)
+        except ObjectStoreError as cause:
+            if _code(cause) != "NoSuchKey":
+                raise
         # Parts of an upload that was killed only cost money, and not every service lists them.
         with contextlib.suppress(ObjectStoreError):
             found = self._run(self._files._call_s3, "list_multipart_uploads", Bucket=self._bucket, Prefix=name)
@@ -117,17 +144,15 @@ class S3Objects:
             raise _translated(cause, timeout) from cause
 
 
-class _RangeError(Exception):
-    """The bytes that were asked for begin after the end of the object."""
+def _code(cause: BaseException | None) -> str:
+    """Returns the code by which S3 names an error; empty: the error is none of S3."""
+    while cause is not None and not isinstance(cause, ClientError):
+        cause = cause.__cause__
+    return str(cause.response.get("Error", {}).get("Code", "")) if cause is not None else ""
 
 
-def _translated(cause: Exception, timeout: float) -> Exception:
-    failure = cause if isinstance(cause, ClientError) else cause.__cause__
-    code = failure.response.get("Error", {}).get("Code", "") if isinstance(failure, ClientError) else ""
-    if code in ("NoSuchKey", "404") or (isinstance(cause, FileNotFoundError) and code != "NoSuchBucket"):
-        return ObjectNotFoundError(str(cause))
-    if code == "InvalidRange":
-        return _RangeError()
+def _translated(cause: Exception, timeout: float) -> ObjectStoreError:
+    code = _code(cause)
     if isinstance(cause, NoCredentialsError | PartialCredentialsError):
         return ObjectStoreError(
             "credentials are missing; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role"

@@ -22,7 +22,7 @@ from typing import Self, TypeVar
 from sqlalchemy import Connection
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.concurrency import RepeatedWarning, run_in_own_thread
+from gradrule_server.concurrency import PeriodicChecks, RepeatedWarning, run_in_own_thread
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy import missing_blobs
 from gradrule_server.policy.faults import BLOB_NAME
@@ -35,6 +35,7 @@ from gradrule_server.registry.object_store import (
     ObjectNotFoundError,
     ObjectStore,
     ObjectStoreError,
+    check_owner,
     claim,
     open_object_store,
     read_object,
@@ -48,6 +49,8 @@ T = TypeVar("T")
 _PIECE_BYTES = 8 << 20
 _MAX_UPLOADS = 8
 _WAIT_FOR_UPLOADS_S = 60.0
+# Other servers discard uploads without a sign of life, see `stored_blobs`.
+_SIGN_OF_LIFE_S = 20.0
 # A blob whose bytes are wrong is read once more, because they may have been damaged on their way.
 _READ_ATTEMPTS = 2
 _RETRY_AFTER_S = 1.0
@@ -58,7 +61,6 @@ class _Shared:
 
     Attributes:
         uses: The times of last uses that are not in the index yet, microseconds since 1970.
-        uploading: The keys of the objects that this server stores now.
         is_compared: Whether the index was compared with the objects since the start.
         usage: The amount of each folder, as last seen.
     """
@@ -66,10 +68,10 @@ class _Shared:
     def __init__(self, objects: ObjectStore, index: StoredBlobs) -> None:
         self.objects = objects
         self.index = index
+        self.registry_id = index.registry_id()
         self.fetches = BlobFetches()
         self.lock = threading.Lock()
         self.uses: dict[BlobKey, int] = {}
-        self.uploading: set[str] = set()
         self.is_compared = False
         self.upload_slots = threading.BoundedSemaphore(_MAX_UPLOADS)
         self.usage = index.usage()
@@ -180,13 +182,12 @@ class SharedBlobStore(BlobStore):
         with self._index.lock:
             kept = {(folder, blob) for folder, tenant in self._index.tenants.items() for blob in tenant.pins}
         key, removed = index.reserve(self.folder_name, name, length, limit=self._limit, kept=kept)
-        self._delete(removed)
         if key is None:
             return
-        shared.uploading.add(key)
         is_stored = False
         try:
-            with shared.reaching_objects():
+            with PeriodicChecks(_SIGN_OF_LIFE_S, lambda: self._record_upload(key)), shared.reaching_objects():
+                self._delete(removed)
                 try:
                     shared.objects.put(key, path)
                 except OSError as cause:
@@ -195,17 +196,23 @@ class SharedBlobStore(BlobStore):
                     raise disk_full(cause, f"the file system of {shared.objects.url}", "--max-blob-bytes") from cause
             is_stored = index.commit(key)
         finally:
-            shared.uploading.discard(key)
             if not is_stored:
+                # If the database is away, another server discards the upload later.
                 with contextlib.suppress(GradruleError):
-                    index.mark_deleted(key)
-                    self._delete([key])
+                    if index.cancel(key):
+                        self._delete([key])
         if not is_stored:
             raise error(
                 errors_pb2.ERROR_REASON_UNAVAILABLE,
                 "the upload took so long that another server has discarded it; try again",
                 retry_after_s=_RETRY_AFTER_S,
             )
+
+    def _record_upload(self, key: str) -> None:
+        try:
+            self._shared.index.record_upload(key)
+        except GradruleError as cause:
+            _log.debug("the index of blobs cannot be changed now: %s", cause)
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         # Not in the threads of `asyncio.to_thread`: a slow object store would leave none for other work.
@@ -234,6 +241,8 @@ class SharedBlobStore(BlobStore):
         fetches = (
             self._shared.fetches.fetch((self.folder_name, name), functools.partial(self._download, name, blob))
             for name, blob in found.items()
+            # Another call may have fetched it meanwhile.
+            if name not in self._own.files
         )
         for failure in await asyncio.gather(*fetches, return_exceptions=True):
             if failure is not None:
@@ -269,13 +278,14 @@ class SharedBlobStore(BlobStore):
         shared = self._shared
         if shared.index.find(self.folder_name, [name]).get(name) != blob:
             return
+        check_owner(shared.objects, shared.registry_id)
         _log.warning(
             "the object %s in %s %s; calls that need the blob ask clients to upload it again",
             blob.object,
             shared.objects.url,
             problem,
         )
-        shared.index.mark_deleted(blob.object)
+        shared.index.mark_deleted([blob.object])
         self._delete([blob.object])
 
     def _delete(self, keys: Sequence[str]) -> None:
@@ -303,12 +313,12 @@ class SharedBlobStore(BlobStore):
         shared = self._shared
         uses = shared.take_uses()
         try:
-            shared.index.record_uses(uses, list(shared.uploading))
+            shared.index.record_uses(uses)
             shared.usage = shared.index.usage()
             self._delete(shared.index.take_lost())
             if not shared.is_compared:
-                # After a backup was restored, the object store has newer objects than the index.
-                self.adopt_objects()
+                # After a backup of the database was restored, index and objects differ.
+                self.compare_objects()
                 shared.is_compared = True
         except ObjectStoreError as cause:
             _log.debug("the objects cannot be listed now: %s", cause)
@@ -318,10 +328,25 @@ class SharedBlobStore(BlobStore):
             with shared.lock:
                 shared.uses = uses | shared.uses
 
-    def adopt_objects(self) -> None:
-        """Enters objects into the index that it lacks. Raises `ObjectStoreError`."""
-        if count := self._shared.index.adopt(self._shared.objects.iterate()):
-            _log.info("%d blobs in %s were entered into the index", count, self._shared.objects.url)
+    def compare_objects(self) -> None:
+        """Enters objects into the index that it lacks, and removes blobs without objects. Raises `ObjectStoreError`."""
+        objects = self._shared.objects
+
+        def is_missing(key: str) -> bool:
+            try:
+                objects.read(key, 0, 1)
+            except ObjectNotFoundError:
+                check_owner(objects, self._shared.registry_id)
+                return True
+            return False
+
+        added, lost = self._shared.index.compare(objects.iterate(), is_missing)
+        if added:
+            _log.info("%d blobs in %s were entered into the index", added, objects.url)
+        if lost:
+            _log.warning(
+                "%d blobs are missing in %s; calls that need them ask clients to upload them again", lost, objects.url
+            )
 
     def adopt_folder(self, folder: Path) -> int:
         """Moves the blobs of a server without an object store into the object store; returns their number.
@@ -400,7 +425,7 @@ def open_shared_blobs(
         is_lost = not is_new and index.is_empty()
         blobs = SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, index)
         if is_lost:
-            blobs.adopt_objects()
+            blobs.compare_objects()
         blobs.adopt_folder(data_dir / BLOBS)
     except (ObjectStoreError, GradruleError) as cause:
         raise StoreError(f"--blobs {objects.url} cannot be used: {cause}") from cause

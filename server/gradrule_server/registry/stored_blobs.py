@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import (
@@ -186,12 +186,26 @@ class StoredBlobs:
             )
             return True
 
-    def mark_deleted(self, key: str) -> None:
-        """Marks an object for deletion, because its upload failed or it is damaged or missing."""
+    def cancel(self, key: str) -> bool:
+        """Marks the object of a failed upload for deletion; returns False if its blob is stored nevertheless.
+
+        It is stored if the connection to the database broke while `commit` waited for the answer.
+        """
         with self._database.write() as connection:
-            connection.execute(
-                update(_blobs).where(_blobs.c.object == key).values(state=_DELETED, last_use_us=_now_us(connection))
-            )
+            is_meant = _blobs.c.object == key
+            if connection.execute(select(_blobs.c.state).where(is_meant)).scalar_one_or_none() == _STORED:
+                return False
+            values = {"state": _DELETED, "last_use_us": _now_us(connection)}
+            connection.execute(update(_blobs).where(is_meant).values(values))
+            return True
+
+    def mark_deleted(self, keys: Sequence[str]) -> None:
+        """Marks objects of stored blobs for deletion, because they are damaged or missing."""
+        with self._database.write() as connection:
+            for some in _chunks(keys):
+                is_meant = _blobs.c.object.in_(some) & (_blobs.c.state == _STORED)
+                values = {"state": _DELETED, "last_use_us": _now_us(connection)}
+                connection.execute(update(_blobs).where(is_meant).values(values))
 
     def forget(self, keys: Sequence[str]) -> None:
         """Removes the rows of objects that were marked and are deleted now."""
@@ -216,32 +230,33 @@ class StoredBlobs:
             mine = (_blobs.c.state == _DELETED) & (_blobs.c.last_use_us == now_us)
             return list(connection.execute(select(_blobs.c.object).where(_blobs.c.object.in_(keys), mine)).scalars())
 
-    def record_uses(self, uses: Mapping[BlobKey, int], uploads: Collection[str] = ()) -> None:
-        """Stores the times of last uses, microseconds since 1970 by the clock of this machine; and running uploads."""
-        if not uses and not uploads:
+    def record_upload(self, key: str) -> None:
+        """Stores that an upload still runs, so that other servers do not discard it."""
+        with self._database.write() as connection:
+            is_running = (_blobs.c.object == key) & (_blobs.c.state == _UPLOADING)
+            connection.execute(update(_blobs).where(is_running).values(last_use_us=_now_us(connection)))
+
+    def record_uses(self, uses: Mapping[BlobKey, int]) -> None:
+        """Stores the times of last uses, microseconds since 1970 by the clock of this machine."""
+        if not uses:
             return
         with self._database.write() as connection:
-            now_us = _now_us(connection)
             # Clocks of servers may differ.
-            offset_us = now_us - time.time_ns() // 1000
-            for some in _chunks(list(uploads)):
-                is_running = _blobs.c.object.in_(some) & (_blobs.c.state == _UPLOADING)
-                connection.execute(update(_blobs).where(is_running).values(last_use_us=now_us))
-            if uses:
-                connection.execute(
-                    update(_blobs)
-                    .where(
-                        _blobs.c.folder == bindparam("in_folder"),
-                        _blobs.c.name == bindparam("of_name"),
-                        _blobs.c.state == _STORED,
-                        _blobs.c.last_use_us < bindparam("used_us"),
-                    )
-                    .values(last_use_us=bindparam("used_us")),
-                    [
-                        {"in_folder": folder, "of_name": name, "used_us": used_us + offset_us}
-                        for (folder, name), used_us in uses.items()
-                    ],
+            offset_us = _now_us(connection) - time.time_ns() // 1000
+            connection.execute(
+                update(_blobs)
+                .where(
+                    _blobs.c.folder == bindparam("in_folder"),
+                    _blobs.c.name == bindparam("of_name"),
+                    _blobs.c.state == _STORED,
+                    _blobs.c.last_use_us < bindparam("used_us"),
                 )
+                .values(last_use_us=bindparam("used_us")),
+                [
+                    {"in_folder": folder, "of_name": name, "used_us": used_us + offset_us}
+                    for (folder, name), used_us in uses.items()
+                ],
+            )
 
     def need(self, connection: Connection, tenant: str, program_id: str, folder: str, names: Sequence[str]) -> None:
         """Records which blobs a program needs, in the transaction that stores the program.
@@ -286,32 +301,38 @@ class StoredBlobs:
         with self._database.read() as connection:
             return connection.execute(select(_blobs.c.object).limit(1)).first() is None
 
-    def adopt(self, objects: Iterable[tuple[str, int]]) -> int:
-        """Adds objects that have no rows, by key and size; returns their number."""
-        found = {key: (match, length) for key, length in objects if (match := _OBJECT.fullmatch(key)) is not None}
+    def compare(self, objects: Iterable[tuple[str, int]], is_missing: Callable[[str], bool]) -> tuple[int, int]:
+        """Adds objects that have no rows, and marks stored blobs without an object for deletion; returns both numbers.
+
+        Args:
+            objects: Key and size of each object.
+            is_missing: Returns whether an object is missing, whose key `objects` lacks: new ones may be listed late.
+        """
+        # Read the rows first: an object that another server deletes meanwhile must not be entered again.
         with self._database.read() as connection:
-            found = {key: found[key] for key in found.keys() - _keys(connection)}
+            before = {row.object: row.state for row in connection.execute(select(_blobs.c.object, _blobs.c.state))}
+        found = {key: (match, length) for key, length in objects if (match := _OBJECT.fullmatch(key)) is not None}
+        lost = [key for key, state in before.items() if state == _STORED and key not in found and is_missing(key)]
+        # Mark them first: an object that is there may have the same blob.
+        self.mark_deleted(lost)
+        found = {key: found[key] for key in found.keys() - before.keys()}
         if not found:
-            return 0
+            return 0, len(lost)
         rows = []
         with self._database.write() as connection:
             now_us = _now_us(connection)
             query = select(_blobs.c.folder, _blobs.c.name).where(_blobs.c.state == _STORED)
             known = {(row.folder, row.name) for row in connection.execute(query)}
-            for key in found.keys() - _keys(connection):
+            for key in found.keys() - set(connection.execute(select(_blobs.c.object)).scalars()):
                 match, length = found[key]
                 folder, name = match[1] or "", match[2]
                 # A blob may have two objects, if two servers stored it at the same time and were killed.
-                if (folder, name) not in known:
-                    known.add((folder, name))
-                    rows.append(_row(key, folder, name, length, _STORED, now_us))
+                state = _DELETED if (folder, name) in known else _STORED
+                known.add((folder, name))
+                rows.append(_row(key, folder, name, length, state, now_us))
             if rows:
                 connection.execute(insert(_blobs), rows)
-        return len(rows)
-
-
-def _keys(connection: Connection) -> set[str]:
-    return set(connection.execute(select(_blobs.c.object)).scalars())
+        return sum(row["state"] == _STORED for row in rows), len(lost)
 
 
 def _row(key: str, folder: str, name: str, length: int, state: str, now_us: int) -> dict[str, object]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from gradrule.v1 import program_pb2, tensor_pb2
-from gradrule_server.errors import GradruleError, reason_name
+from gradrule.v1 import errors_pb2, program_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, error, reason_name
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS, StoreError
 from gradrule_server.registry.object_store import MARKER, FolderObjects, ObjectStoreError, open_object_store
@@ -26,6 +26,7 @@ from gradrule_server.registry.shared_blobs import SharedBlobStore
 from gradrule_server.registry.store import Store
 from tests.stores import folder_url, open_blobs, stored_files
 from tests.unit.registry.test_blobs import PAGE, damage, name_of, put, refusal
+from tests.waiting import wait_until
 
 WEIGHTS = b"weights"
 
@@ -45,6 +46,10 @@ class Servers:
     def objects(self) -> list[Path]:
         """The files of all objects."""
         return [path for path in (self.path / "objects").rglob("*") if path.is_file() and path.name != MARKER]
+
+    def query(self, statement: str) -> list[Any]:
+        with self.store.database.read() as connection:
+            return list(connection.exec_driver_sql(statement).scalars())
 
     def execute(self, statement: str) -> None:
         with self.store.database.write() as connection:
@@ -416,12 +421,14 @@ def test_killed_upload_is_invisible_and_is_cleaned_up(servers: Servers) -> None:
 
 
 def test_slow_upload_is_not_taken_for_a_killed_one(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradrule_server.registry.shared_blobs._SIGN_OF_LIFE_S", 0.01)
     ada, grace = servers.open("ada"), servers.open("grace")
 
     def slow(self: FolderObjects, key: str, path: Path) -> None:
         store(self, key, path)
-        servers.execute("UPDATE stored_blobs SET last_use_us = last_use_us - 121000000")
-        ada.maintain()
+        servers.execute("UPDATE stored_blobs SET last_use_us = 1")
+        # Neither the upload nor the server's periodic check needs to come to an end for it.
+        wait_until(lambda: servers.query("SELECT 1 FROM stored_blobs WHERE last_use_us > 1") or None, "a sign of life")
         grace.maintain()
 
     store = patched(monkeypatch, "put", slow)
@@ -442,6 +449,26 @@ def test_upload_that_another_server_has_discarded_is_refused(servers: Servers, m
         assert reason_name(refusal(put, ada, WEIGHTS).reason) == "UNAVAILABLE"
     assert (servers.objects, ada.missing([name_of(WEIGHTS)])) == ([], [name_of(WEIGHTS)])
     put(ada, WEIGHTS)
+
+
+async def test_blob_whose_commit_succeeded_without_an_answer_stays(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada, grace = servers.open("ada"), servers.open("grace")
+    name = name_of(WEIGHTS)
+
+    def unanswered(key: str) -> bool:
+        assert commit(key)
+        # Another client finds the blob, and its program needs it.
+        create(ProgramRegistry(servers.store, grace), "early", name)
+        raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the connection broke")
+
+    commit = ada._shared.index.commit
+    monkeypatch.setattr(ada._shared.index, "commit", unanswered)
+    grace.pin_unchecked([name])
+    monkeypatch.setattr(grace, "pin", lambda _: None)
+    assert reason_name(refusal(put, ada, WEIGHTS).reason) == "UNAVAILABLE"
+    assert await content(servers.open("third"), name) == WEIGHTS
 
 
 def test_two_servers_may_upload_the_same_blob_at_once(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,6 +554,63 @@ def test_objects_that_a_restored_index_lacks_are_entered(servers: Servers) -> No
     again.maintain()
     again.maintain()
     assert (again.missing([old, new]), again.held_count) == ([], 2)
+
+
+async def test_index_older_than_the_objects_is_corrected(servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
+    ada = servers.open("ada")
+    name, lost = put(ada, WEIGHTS), put(ada, b"lost")
+    [key] = servers.query(f"SELECT object FROM stored_blobs WHERE name = '{name}'")
+    # The restored table has objects that were deleted since: one blob was uploaded again, as another object.
+    (servers.path / "objects" / key).rename(servers.path / "objects" / f"{key.rpartition('-')[0]}-{'0' * 32}")
+    next(path for path in servers.objects if lost in path.name).unlink()
+    grace = servers.open("grace")
+    grace.maintain()
+    assert grace.missing([name, lost]) == [lost]
+    assert await content(grace, name) == WEIGHTS
+    assert [text for text in caplog.messages if "missing" in text] == [
+        f"2 blobs are missing in {servers.url}; calls that need them ask clients to upload them again"
+    ]
+
+
+def test_object_that_is_deleted_while_objects_are_listed_is_not_entered_again(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada, grace = servers.open("ada", capacity=PAGE), servers.open("grace", capacity=PAGE)
+    name = put(ada, WEIGHTS)
+
+    def late(self: FolderObjects) -> Iterator[tuple[str, int]]:
+        listed = list(iterate(self))
+        put(ada, b"other")
+        yield from listed
+
+    iterate = patched(monkeypatch, "iterate", late)
+    grace.maintain()
+    assert grace.missing([name]) == [name]
+
+
+def test_second_object_of_a_blob_is_deleted(servers: Servers) -> None:
+    put(servers.open("ada"), WEIGHTS)
+    [file] = servers.objects
+    twin = file.with_name(f"{file.name.rpartition('-')[0]}-{'0' * 32}")
+    twin.write_bytes(WEIGHTS)
+    grace = servers.open("grace")
+    grace.maintain()
+    servers.execute("UPDATE stored_blobs SET last_use_us = 0 WHERE state = 'deleted'")
+    grace.maintain()
+    assert servers.objects == [file]
+    assert grace.missing([name_of(WEIGHTS)]) == []
+
+
+async def test_nothing_is_deleted_while_something_else_answers(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = put(servers.open("ada"), WEIGHTS)
+    grace = servers.open("grace")
+    with monkeypatch.context() as patch:
+        patched(patch, "read", lambda *_: b"<html>")
+        assert reason_name((await failure(content(grace, name))).reason) == "UNAVAILABLE"
+    assert len(servers.objects) == 1
+    assert await content(grace, name) == WEIGHTS
 
 
 def test_object_store_belongs_to_one_registry(servers: Servers, tmp_path: Path) -> None:
