@@ -42,6 +42,7 @@ def _serve(arguments: Sequence[str]) -> int:
         return 2
 
     from gradrule_server.app import EXIT_FAILED, serve
+    from gradrule_server.errors import GradruleError
     from gradrule_server.front.server import AcceptLoopEnded, CertificateError
     from gradrule_server.identity.jwt_verifier import JwtKeyError
     from gradrule_server.identity.token_file import TokenFileError
@@ -68,6 +69,8 @@ def _serve(arguments: Sequence[str]) -> int:
         JwtKeyError,
         CertificateError,
         TracingUnavailableError,
+        # The registry's database went away while the server read it.
+        GradruleError,
         OSError,
     ) as refusal:
         print(f"gradrule serve: {refusal}", file=sys.stderr)

@@ -9,10 +9,12 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from gradrule.common import op_definitions
 from gradrule_server import assembly
-from gradrule_server.concurrency import PeriodicChecks
+from gradrule_server.concurrency import PeriodicChecks, run_in_own_thread
 from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.http_gateway import HttpGateway
 from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
@@ -21,7 +23,6 @@ from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.operating_system import keep_freed_memory
-from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
 from gradrule_server.registry.database import open_database
@@ -30,6 +31,8 @@ from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EXIT_FAILED = 3
 """Exit code of a server that failed after it had started; its supervisor should start it again."""
@@ -71,7 +74,12 @@ async def serve(settings: Settings) -> None:
     operations = Operations(assembly.operations_settings(settings))
     # The exit stack stops every part even if starting or stopping another part fails.
     async with contextlib.AsyncExitStack() as stops:
-        store = Store(open_database(settings.registry, settings.data_dir))
+        # A database that starts too is waited for, in a thread, so that signals are noticed.
+        opening = run_in_own_thread("open-registry", lambda: open_database(settings.registry, settings.data_dir))
+        database = await _unless_stopped(opening, stopping)
+        if database is None:
+            return
+        store = Store(database)
         stops.callback(store.close)
         if store.is_shared:
             # On a thread of its own: a database that is away must not delay the check of credentials.
@@ -118,7 +126,7 @@ async def serve(settings: Settings) -> None:
         stops.callback(shared_memory.close)
         stops.push_async_callback(grpc_server.drain, settings.drain_s)
         stops.callback(pipeline.drain)
-        await _start_engines(pool, stopping)
+        await _unless_stopped(pool.start(), stopping)
         if not stopping.is_set():
             tenants.set_read_only(read_only.with_op_rules(pool.greeting.gradients))
             _log_warnings(settings, pool.greeting, tenants)
@@ -159,17 +167,17 @@ def _exit_after(seconds: float) -> None:
     timer.start()
 
 
-async def _start_engines(pool: EnginePool, stopping: asyncio.Event) -> None:
-    """Starts the engines; returns when the first one is ready or the server is to stop."""
-    starting = asyncio.ensure_future(pool.start())
+async def _unless_stopped(work: Coroutine[Any, Any, T], stopping: asyncio.Event) -> T | None:
+    """Returns what a coroutine returns; cancels it and returns None if the server is to stop meanwhile."""
+    working = asyncio.ensure_future(work)
     stop = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
-    if starting.done():
-        await starting
-    else:
-        starting.cancel()
-        await asyncio.wait({starting})
+    if working.done():
+        return await working
+    working.cancel()
+    await asyncio.wait({working})
+    return None
 
 
 def _log_warnings(settings: Settings, greeting: link_pb2.Greeting, tenants: Tenants) -> None:

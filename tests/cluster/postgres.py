@@ -39,10 +39,11 @@ class PostgresServer:
     """A PostgreSQL server with the superuser `gradrule`, who has a password.
 
     Args:
+        standby_of: The running server whose changes it receives and applies, and which it can replace.
         settings: More settings of PostgreSQL, by name.
     """
 
-    def __init__(self, **settings: str) -> None:
+    def __init__(self, *, standby_of: PostgresServer | None = None, **settings: str) -> None:
         self._programs = find_programs()
         self._user = _other_user()
         self._folder = Path(tempfile.mkdtemp(prefix="gradrule-postgres-"))
@@ -50,22 +51,34 @@ class PostgresServer:
         self._settings = _SETTINGS | settings
         self.port = _free_port()
         self.log = self._folder / "log"
-        password = self._folder / "password"
-        password.write_text(PASSWORD)
-        password.chmod(0o600)
         if self._user is not None:
-            for path in (self._folder, password):
-                os.chown(path, self._user.pw_uid, self._user.pw_gid)
+            os.chown(self._folder, self._user.pw_uid, self._user.pw_gid)
+        if standby_of is not None:
+            source = (f"--dbname={standby_of.url()}", "--write-recovery-conf", "--checkpoint=fast", "--no-sync")
+            self._run("pg_basebackup", f"--pgdata={self._data}", *source)
+            return
+        password = self.add_file("password", PASSWORD.encode())
         files = (f"--pgdata={self._data}", f"--pwfile={password}")
         options = (f"--username={USER}", "--auth=scram-sha-256", "--encoding=UTF8", "--no-locale", "--no-sync")
-        done = subprocess.run(
-            [*self._as_user(), self._programs / "initdb", *files, *options],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd="/",
-        )
+        self._run("initdb", *files, *options)
+
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [*self._as_user(), self._programs / program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
         assert done.returncode == 0, done.stderr
+
+    def configure(self, **settings: str) -> None:
+        """Adds settings of PostgreSQL, for the next start."""
+        self._settings |= settings
+
+    def add_file(self, name: str, content: bytes) -> Path:
+        """Writes a file that only the server can read, and returns its path."""
+        path = self._folder / name
+        path.write_bytes(content)
+        path.chmod(0o600)
+        if self._user is not None:
+            os.chown(path, self._user.pw_uid, self._user.pw_gid)
+        return path
 
     @property
     def _data(self) -> Path:
@@ -113,6 +126,10 @@ class PostgresServer:
         """Stops and starts the server."""
         self.stop()
         self.start()
+
+    def promote(self) -> None:
+        """Makes a standby a server that accepts writes."""
+        assert self.execute("SELECT pg_promote()") == ["t"]
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -178,9 +195,9 @@ class PostgresServer:
 
 
 @contextlib.contextmanager
-def running_postgres(**settings: str) -> Iterator[PostgresServer]:
-    """Starts a PostgreSQL server with these settings, and removes it at the end."""
-    server = PostgresServer(**settings)
+def running_postgres(*, standby_of: PostgresServer | None = None, **settings: str) -> Iterator[PostgresServer]:
+    """Starts a PostgreSQL server, see `PostgresServer`, and removes it at the end."""
+    server = PostgresServer(standby_of=standby_of, **settings)
     try:
         server.start()
         yield server

@@ -44,7 +44,7 @@ async def test_all_parts_stop_even_if_one_fails_to_stop(
     async def fail(*_: object) -> None:
         raise StartError
 
-    monkeypatch.setattr(app, "_start_engines", fail)
+    monkeypatch.setattr(EnginePool, "start", fail)
     for number, (part, name) in enumerate(_STOPS):
         monkeypatch.setattr(part, name, stopping(number, getattr(part, name)))
     with pytest.raises(StopError) as failure:
