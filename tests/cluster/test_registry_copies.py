@@ -16,7 +16,7 @@ from gradrule_server.registry.backup import check
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.database import open_database
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
-from tests.cluster.postgres import PASSWORD, PostgresServer
+from tests.cluster.postgres import PASSWORD, USER, PostgresServer
 from tests.unit.registry.rows import execute
 from tests.unit.registry.version_1 import version_1
 
@@ -173,3 +173,27 @@ def test_commands_name_databases_that_cannot_be_used(
     printed = capsys.readouterr()
     assert "percent-encoded" in printed.err
     assert PASSWORD not in printed.err
+
+
+def test_a_role_that_may_not_create_tables_is_told_what_to_do(
+    postgres: PostgresServer, database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    postgres.execute(f"CREATE ROLE guest LOGIN PASSWORD '{PASSWORD}'")
+    guest_url = database_url.replace(f"{USER}:", "guest:")
+    fill(tmp_path / "old")
+    assert run(["copy", str(tmp_path / "old"), guest_url, "--data-dir", str(tmp_path / "shared")]) == 1
+    refusal = "permission denied for schema public; make the server's role the owner of the database\n"
+    assert capsys.readouterr().err.endswith(refusal)
+
+
+@pytest.mark.parametrize("name", ["postgresq://me:secret@host/rules", "postgresql:/host/rules", "s3://bucket/rules"])
+def test_a_url_that_is_not_of_postgresql_does_not_become_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path / "old")
+    assert run(["copy", "old", name, "--data-dir", "shared"]) == 2
+    printed = capsys.readouterr()
+    assert "expected postgresql://USER@HOST:PORT/DATABASE" in printed.err
+    assert "secret" not in printed.err
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]

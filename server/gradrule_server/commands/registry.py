@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     backup_parser.add_argument("folder", metavar="DIR", type=Path, help="directory to create")
     backup_parser.set_defaults(run=_backup)
-    restore_parser = commands.add_parser("restore", help="restore a backup to a data directory without a registry")
+    restore_parser = commands.add_parser(
+        "restore", help="restore a backup to a data directory or database without a registry"
+    )
     restore_parser.add_argument("folder", metavar="DIR", type=Path, help="directory that `backup` created")
     restore_parser.set_defaults(run=_restore)
     check_parser = commands.add_parser("check", help="read and check the whole registry; the server may be running")
@@ -102,7 +104,8 @@ def _database_url(text: str) -> str:
 
 
 def _registry_name(text: str) -> str:
-    return _database_url(text) if is_postgres_url(text) else text
+    # A URL with a wrong scheme must not become a directory, whose name would show its password.
+    return _database_url(text) if ":/" in text else text
 
 
 def _backup(options: argparse.Namespace) -> int:

@@ -54,6 +54,7 @@ _AGAIN = frozenset({"40001", "40P01"})
 # A statement or a lock took too long.
 _BUSY = frozenset({"57014", "55P03"})
 _DISK_FULL = "53100"
+_NOT_PERMITTED = "42501"
 # A value, a constraint or a damaged row: concerns the caller only.
 _OF_THE_CALLER = ("22", "23", "XX")
 # The database went away or refuses connections: shut down, starting, out of connections or memory, read-only.
@@ -369,7 +370,10 @@ class PostgresDatabase(Database):
 
     def _reason(self, cause: Exception) -> str:
         original = getattr(cause, "orig", None) or cause
-        lines = [line.strip() for line in str(original).splitlines() if line.strip()]
+        if isinstance(original, psycopg.Error) and original.sqlstate == _NOT_PERMITTED:
+            lines = [original.diag.message_primary or "", "make the server's role the owner of the database"]
+        else:
+            lines = [line.strip() for line in str(original).splitlines() if line.strip()]
         # libpq adds a hint to the last line of its message.
         return hide_password("; ".join(lines[:2]) or type(original).__name__, self._url)
 
