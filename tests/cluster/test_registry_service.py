@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import gradrule as gr
-from tests.cluster.postgres import PASSWORD, PostgresServer
+from tests.cluster.postgres import PASSWORD, PostgresServer, running_postgres
 from tests.service.answers import refused
 from tests.service.graph_defs import SIGN_FEEDS, sign_graph
 from tests.service.servers import RunningServer, running_server
@@ -40,18 +40,26 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Starts two servers at once on an empty database; checks at the end that no log holds the password."""
-    url = postgres.create_database()
-    folders = [tmp_path_factory.mktemp("server") for _ in range(2)]
+    """Returns two servers on an empty database."""
+    with running_pair(postgres, postgres.create_database(), tmp_path_factory.mktemp("servers"), _FLAGS) as made:
+        yield made
+
+
+@contextmanager
+def running_pair(postgres: PostgresServer, url: str, folder: Path, flags: Sequence[str] = ()) -> Iterator[Pair]:
+    """Starts two servers at once; checks at the end that no log holds the password or a traceback."""
+    folders = [folder / name for name in ("here", "there")]
     with ExitStack() as stack:
         entered = ThreadPoolExecutor(2).map(
-            lambda folder: stack.enter_context(running_server(folder, _FLAGS, {"GRADRULE_REGISTRY": url})), folders
+            lambda folder: stack.enter_context(running_server(folder, flags, {"GRADRULE_REGISTRY": url})), folders
         )
         servers = list(entered)
         here, there = (stack.enter_context(gr.connect(server.target)) for server in servers)
         yield Pair(postgres, url, servers, here, there)
     for server in servers:
-        assert PASSWORD not in server.log.read_text()
+        log = server.log.read_text()
+        assert PASSWORD not in log
+        assert "Traceback" not in log
 
 
 @pytest.fixture
@@ -319,3 +327,49 @@ def test_nothing_that_was_acknowledged_is_lost_with_a_server(clean: Pair, tmp_pa
     assert len(formulas) <= 1
     clean.here.create_rule("After", "2 * dy")
     assert gradient(clean.there, "After") == 2
+
+
+def test_another_database_server_takes_over(tmp_path: Path) -> None:
+    """A synchronous standby has every acknowledged write, and the servers find it after its promotion."""
+    with running_postgres() as primary, running_postgres(standby_of=primary) as standby:
+        url = primary.create_database()
+        primary.execute("ALTER SYSTEM SET synchronous_standby_names = '*'", "SELECT pg_reload_conf()")
+        query = "SELECT sync_state FROM pg_stat_replication"
+        wait_until(lambda: primary.execute(query) == ["sync"] or None, "synchronous standby")
+        hosts = f"127.0.0.1:{primary.port}"
+        url = url.replace(hosts, f"{hosts},127.0.0.1:{standby.port}")
+        with running_pair(primary, url, tmp_path) as pair:
+            pair.here.create_rule("Held", "2 * dy")
+            compile_with(pair.here, "Held", "held")
+            load = Load(pair)
+            acknowledged: list[str] = []
+
+            def create_rules(client: gr.Client, prefix: str) -> None:
+                for number in range(1000):
+                    try:
+                        client.create_rule(f"{prefix}{number}", f"{number} * dy", timeout=30)
+                    except gr.errors.GradruleError as cause:
+                        assert cause.reason == "UNAVAILABLE", cause
+                        return
+                    acknowledged.append(f"{prefix}{number}")
+
+            writers = [
+                threading.Thread(target=create_rules, args=(client, prefix))
+                for client, prefix in ((pair.here, "A"), (pair.there, "B"))
+            ]
+            try:
+                for writer in writers:
+                    writer.start()
+                wait_until(lambda: len(acknowledged) >= 5 or None, "created rules")
+                primary.kill()
+                for writer in writers:
+                    writer.join()
+                load.wait_for_calls()
+                standby.promote()
+                for client in (pair.here, pair.there):
+                    create_until_ok(client, "After")
+                    assert {*acknowledged, "After", "Held"} <= {rule.name for rule in client.list_rules("user")}
+                    assert run(client, "held") == 2
+                load.wait_for_calls()
+            finally:
+                load.stop()
