@@ -120,7 +120,7 @@ def test_servers_that_migrate_at_once_migrate_once(
     assert follower.seen == []
     monkeypatch.setattr(postgres_database, "SCHEMA_VERSION", 2)
     monkeypatch.setattr(schema, "_STEPS", {"postgresql": {}})
-    with pytest.raises(StoreError, match=r"has schema version 3, and this server reads version 2"):
+    with pytest.raises(StoreError, match=r"has schema version 3, and this release reads version 2"):
         open_another()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import sqlite3
@@ -12,9 +13,12 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.commands.registry import run
+from gradrule_server.registry import change_log, postgres_database, schema
 from gradrule_server.registry.backup import check
+from gradrule_server.registry.blob_index import BlobAmount
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.database import open_database
+from gradrule_server.registry.shared_blobs import open_shared_blobs
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 from tests.cluster.postgres import PASSWORD, USER, PostgresServer
 from tests.unit.registry.rows import execute
@@ -103,6 +107,55 @@ def test_registry_is_copied_to_postgresql_and_back(
     printed = capsys.readouterr()
     assert "has rules or programs already" in printed.err
     assert PASSWORD not in printed.out + printed.err
+
+
+def test_copy_may_use_the_object_store_of_the_registry(database_url: str, tmp_path: Path) -> None:
+    objects, limit = tmp_path / "objects", BlobAmount(1 << 20, 100)
+    objects.mkdir()
+
+    def held(folder: Path, url: str = "") -> bytes:
+        """Starts as a server does with `--blobs`, and returns the blob that the program needs."""
+        with opened(folder, url) as store:
+            blobs = open_shared_blobs(objects.as_uri(), folder, 1 << 20, store.database, limit)
+            return asyncio.run(read(blobs.for_tenant("ada")))
+
+    async def read(blobs: BlobStore) -> bytes:
+        async with blobs.acquired([DIGEST]):
+            return blobs.read(DIGEST)
+
+    fill(tmp_path / "old")
+    assert held(tmp_path / "old") == WEIGHTS
+    assert list((tmp_path / "old" / "blobs").rglob(DIGEST)) == []
+    assert run(["copy", str(tmp_path / "old"), database_url, "--data-dir", str(tmp_path / "shared")]) == 0
+    assert held(tmp_path / "shared", database_url) == WEIGHTS
+    assert run(["copy", database_url, str(tmp_path / "back"), "--data-dir", str(tmp_path / "shared")]) == 0
+    assert held(tmp_path / "back") == WEIGHTS
+
+
+def test_registry_is_checked_and_backed_up_by_a_role_that_only_reads(
+    postgres: PostgresServer, database_url: str, tmp_path: Path
+) -> None:
+    fill(tmp_path, database_url)
+    name = database_url.rpartition("/")[2]
+    postgres.execute("CREATE ROLE reader LOGIN PASSWORD 'reader'")
+    postgres.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader", database=name)
+    place = ["--registry", postgres.url(name, user="reader", password="reader"), "--data-dir", str(tmp_path)]
+    assert run(["check", *place]) == 0
+    assert run(["backup", str(tmp_path / "copy"), *place]) == 0
+
+
+def test_backup_does_not_migrate(
+    database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, database_url)
+    monkeypatch.setattr(schema, "_STEPS", {"postgresql": {2: ("ALTER TABLE rules ADD COLUMN added INTEGER",)}})
+    with monkeypatch.context() as newer:
+        for module in (schema, change_log, postgres_database):
+            newer.setattr(module, "SCHEMA_VERSION", 3)
+        assert run(["backup", str(tmp_path / "copy"), "--registry", database_url, "--data-dir", str(tmp_path)]) == 1
+    assert "has schema version 2" in capsys.readouterr().err
+    with opened(tmp_path, database_url) as store:
+        assert len(store.rules()) == 1
 
 
 def test_registry_of_an_older_release_is_copied(database_url: str, tmp_path: Path) -> None:

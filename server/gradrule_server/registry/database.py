@@ -6,8 +6,9 @@ tells it what others have written (see `change_log`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, TypeVar
@@ -60,8 +61,8 @@ class Follower(Protocol):
         ...
 
 
-class Database:
-    """The database of a registry; base class. All methods block; safe to use from several threads.
+class Database(ABC):
+    """The database of a registry. All methods block; safe to use from several threads.
 
     Reading and writing raise UNAVAILABLE while the database cannot be used. Writing raises QUOTA_EXCEEDED if the disk
     is full, and changes nothing then.
@@ -78,29 +79,31 @@ class Database:
     away: str = ""
     away_since: float | None = None
 
+    @abstractmethod
     def read(self) -> AbstractContextManager[Connection]:
         """Opens a transaction that reads; all its queries see one state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self) -> AbstractContextManager[Connection]:
         """Opens a transaction that writes, one at a time; its changes survive once the context ends without an error.
 
         Within `exclusively` it is part of that transaction, which it ends.
         """
-        raise NotImplementedError
 
     def delete(self, work: Callable[[Connection], T]) -> T:
         """Runs a transaction that frees space, also on a full disk where that is possible."""
         with self.write() as connection:
             return work(connection)
 
+    @abstractmethod
     def close(self) -> None:
         """Closes the database."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self) -> None:
         """Called at intervals: applies changes of other servers, and logs why the database cannot be used."""
 
+    @abstractmethod
     def exclusively(self, work: Callable[[], T], first: Callable[[], None] | None = None) -> T:
         """Runs `work`, which decides by what is in memory and writes at most once, while no other server writes.
 
@@ -110,22 +113,24 @@ class Database:
             work: Runs after all changes of other servers were applied. It may run again, if the database asks for it.
             first: Runs before, in the same transaction, while other servers may write: for large rows.
         """
-        return work()
 
+    @abstractmethod
     def consistently(self, work: Callable[[], T]) -> T:
         """Runs `work`, which reads: what it reads is the state after the last change that was applied."""
-        return work()
 
+    @abstractmethod
     def refresh(self) -> None:
         """Applies all changes that other servers have written before this call."""
 
+    @abstractmethod
     def follow(self, follower: Follower) -> None:
         """Sets who applies changes; called within `consistently`."""
 
+    @abstractmethod
     def time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
         """Gives the statements of a context the time that a row of `size` bytes needs."""
-        return nullcontext()
 
+    @abstractmethod
     def record(self, connection: Connection, change: Change) -> None:
         """Adds a change to the log, in a transaction of `write`."""
 

@@ -203,7 +203,8 @@ def claim(objects: ObjectStore, registry_id: str) -> bool:
     if owner != registry_id:
         raise StoreError(
             f"{objects.url} holds the blobs of another registry ({owner or 'unknown'}, this one is {registry_id}); "
-            "give another --blobs, or the same --registry as the servers that use it"
+            "give another --blobs, or the same --registry as the servers that use it; if no server uses it any more, "
+            f"delete its object {MARKER}"
         )
     return is_new
 

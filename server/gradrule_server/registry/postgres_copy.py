@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Table, create_engine, func, insert, select
+from sqlalchemy import Connection, Table, create_engine, func, insert, select, update
 
 from gradrule_server.registry.change_log import ChangeLog
 from gradrule_server.registry.data_folder import StoreError, sync_to_disk
@@ -30,7 +30,7 @@ def export_registry(url: str, file: Path) -> None:
     os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     engine = create_engine("sqlite://", creator=lambda: sqlite3.connect(file))
     with (
-        contextlib.closing(PostgresDatabase(url, creates=False)) as database,
+        contextlib.closing(PostgresDatabase(url, is_read_only=True)) as database,
         database.read() as source,
         engine.begin() as target,
     ):
@@ -45,7 +45,8 @@ def export_registry(url: str, file: Path) -> None:
 def import_registry(file: Path, url: str) -> list[str]:
     """Copies the rows of an SQLite file into an empty registry in PostgreSQL, which is created if it is missing.
 
-    Returns a sentence for each damaged row that PostgreSQL cannot store; no request could name it.
+    The registry gets the id of the file, so that its servers may use the object store of the copied registry. Returns a
+    sentence for each damaged row that PostgreSQL cannot store; no request could name it.
 
     Raises:
         StoreError: The registry has rules or programs, or it cannot be used.
@@ -59,6 +60,8 @@ def import_registry(file: Path, url: str) -> list[str]:
     ):
         if any(target.execute(select(table).limit(1)).first() is not None for table in (rules, programs)):
             raise StoreError(f"{database.description} has rules or programs already; name an empty database")
+        for (registry_id,) in source.execute("SELECT value FROM meta WHERE key = 'registry_id'"):
+            target.execute(update(meta).where(meta.c.key == "registry_id").values(value=registry_id))
         for table in COPIED_TABLES:
             for row in stored_rows(source, table):
                 if not is_storable(table, row):

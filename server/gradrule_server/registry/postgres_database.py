@@ -87,7 +87,7 @@ class PostgresDatabase(Database):
         url: Its URL, with all options of libpq.
         folder: The folder of this server's caches, which no other server may use; None: there is none.
         wait_s: How long to wait for a database that is not there yet, seconds.
-        creates: Whether the tables are created in an empty database.
+        is_read_only: Whether nothing is created, migrated or written.
 
     Raises:
         StoreError: The database cannot be used, or it is that of another program or of another version.
@@ -95,10 +95,12 @@ class PostgresDatabase(Database):
 
     is_shared = True
 
-    def __init__(self, url: str, folder: Path | None = None, *, wait_s: float = 0.0, creates: bool = True) -> None:
+    def __init__(
+        self, url: str, folder: Path | None = None, *, wait_s: float = 0.0, is_read_only: bool = False
+    ) -> None:
         self.description = describe_url(url)
         self._url = url
-        self._creates = creates
+        self._is_read_only = is_read_only
         self._warning = RepeatedWarning(_log)
         self._log = ChangeLog()
         # One thread of this server at a time applies changes or writes.
@@ -252,7 +254,8 @@ class PostgresDatabase(Database):
             try:
                 with self._engine.begin() as connection:
                     _check_encoding(connection, self.description)
-                    _lock_writers(connection)
+                    if not self._is_read_only:
+                        _lock_writers(connection)
                     self._create_or_check(connection)
                 return
             except (DBAPIError, PoolTimeoutError) as cause:
@@ -270,24 +273,25 @@ class PostgresDatabase(Database):
                 f"{self.description} is the database of another program (it has the table {min(tables)}); create a "
                 "database for gradrule alone"
             )
-        if not tables and not self._creates:
+        if self._is_read_only and not tables:
             raise StoreError(f"there is no registry in {self.description}: it has no tables")
-        # Tables that this release has added are created in an older database.
-        metadata.create_all(connection)
-        change_metadata.create_all(connection)
+        if not self._is_read_only:
+            # Tables that this release has added are created in an older database.
+            metadata.create_all(connection)
+            change_metadata.create_all(connection)
         if not tables:
             values = {"schema_version": str(SCHEMA_VERSION), "registry_id": uuid.uuid4().hex}
             connection.execute(insert(meta), [{"key": key, "value": value} for key, value in values.items()])
             self._log.start(connection)
             return
         version = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar_one_or_none()
-        if migrate(connection, version, lambda _: None):
+        if not self._is_read_only and migrate(connection, version, lambda _: None):
             self._log.start(connection)
             _log.info("%s had schema version %s and has %d now", self.description, version, SCHEMA_VERSION)
         elif version != str(SCHEMA_VERSION):
             raise StoreError(
-                f"{self.description} has schema version {version}, and this server reads version {SCHEMA_VERSION}; "
-                "start the server that wrote it"
+                f"{self.description} has schema version {version}, and this release reads version {SCHEMA_VERSION}; "
+                "use the release that wrote it"
             )
 
     @contextmanager

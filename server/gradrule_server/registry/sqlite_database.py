@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, inspect, select
@@ -37,7 +37,7 @@ from gradrule_server.registry.data_folder import (
     sync_to_disk,
     write_marker,
 )
-from gradrule_server.registry.database import Database, T
+from gradrule_server.registry.database import Change, Database, Follower, T
 from gradrule_server.registry.schema import SCHEMA_VERSION, copy_database, meta, metadata, migrate, old_version_path
 
 _log = logging.getLogger(__name__)
@@ -243,6 +243,27 @@ class SqliteDatabase(Database):
                 errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
                 "the server's disk for rules and programs is full; its operator must free space",
             ) from cause
+
+    def exclusively(self, work: Callable[[], T], first: Callable[[], None] | None = None) -> T:
+        """Runs `work`: no other server uses the database, and the locks of its caller suffice."""
+        return work()
+
+    def consistently(self, work: Callable[[], T]) -> T:
+        """Runs `work`."""
+        return work()
+
+    def refresh(self) -> None:
+        """Does nothing: no other server writes."""
+
+    def follow(self, follower: Follower) -> None:
+        """Does nothing: there are no changes of other servers."""
+
+    def time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: the time of statements is not limited."""
+        return nullcontext()
+
+    def record(self, connection: Connection, change: Change) -> None:
+        """Does nothing: nobody reads a log."""
 
     def delete(self, work: Callable[[Connection], T]) -> T:
         """Runs a transaction that frees space; uses the reserved space if the disk is full."""
