@@ -19,6 +19,7 @@ from gradrule_gateway.problems import Problem
 _log = logging.getLogger(__name__)
 
 _HEADER_S = 15.0
+_CLOSE_S = 1.0
 _LOG_EVERY_S = 60.0
 
 
@@ -99,6 +100,7 @@ class Connection(H11Protocol):
         self._all = connections
         self._header_timer: asyncio.TimerHandle | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
+        self._is_stopping = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -120,6 +122,13 @@ class Connection(H11Protocol):
         self._stop_header_timer()
         self._stop_abort_timer()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Closes the connection, after the answer if a request runs. uvicorn calls it when the gateway stops."""
+        self._is_stopping = True
+        super().shutdown()
+        if self.transport.is_closing():
+            self._abort_later()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -178,9 +187,15 @@ class Connection(H11Protocol):
             self._abort_later()
 
     def _abort_later(self) -> None:
-        """Closes the connection if the client does not read what is left to send, which would stay in memory."""
+        """Closes the connection if the client does not read what is left to send, which would stay in memory.
+
+        When the gateway stops and nothing is left to send, it waits only a moment: an idle client does not answer the
+        end of TLS, and would hold the gateway up.
+        """
         self._stop_abort_timer()
-        self._abort_timer = self.loop.call_later(self._all.idle_s, self._abort)
+        is_sent = not (self.flow.write_paused or self.transport.get_write_buffer_size())
+        wait_s = _CLOSE_S if self._is_stopping and is_sent else self._all.idle_s
+        self._abort_timer = self.loop.call_later(wait_s, self._abort)
 
     def _abort(self) -> None:
         if self.transport.get_write_buffer_size():

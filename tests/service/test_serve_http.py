@@ -114,6 +114,22 @@ def test_a_server_with_tls_has_a_gateway_with_tls(tmp_path: Path) -> None:
         )
 
 
+def test_idle_connections_with_tls_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Their clients answer the end of TLS only when they send the next request."""
+    authority = Authority(tmp_path, "authority")
+    files = authority.server("server")
+    context = ssl.create_default_context(cafile=str(authority.file))
+    flags = ("--http-port", "0", "--tls-cert", str(files.certificate), "--tls-key", str(files.key), "--drain-s", "20")
+    with running_server(tmp_path / "server", flags) as server:
+        connection = HTTPSConnection("localhost", http_address(server)[1], context=context)
+        connection.request("GET", "/v1/health")
+        assert read(connection.getresponse()).status == 200
+        assert server.terminate() == 0
+        connection.close()
+        # uvicorn says so when it ends connections after the drain time.
+        assert "graceful shutdown exceeded" not in server.log.read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
