@@ -26,7 +26,7 @@ from tests.service.servers import running_server
 DASHBOARD = json.loads((DEPLOY / "grafana/gradrule.json").read_text())
 GUIDE = DEPLOY.parent / "docs/guide/operating.md"
 
-ADDED = {"job", "instance", "pod"}
+ADDED = {"job", "instance", "namespace", "pod"}
 """Labels that Prometheus adds to each sample, in Kubernetes."""
 
 
