@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -20,25 +21,31 @@ DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = sorted(folder.name for folder in (KUBERNETES / "overlays").iterdir())
 
+FREE = ("tls", "gpu", "http", "monitoring")
+"""Components that combine with all others."""
+
+REPLICAS = ("ha", "hpa", "keda")
+"""Components with several servers, which exclude each other: the autoscalers contain `ha`."""
+
 Manifest = dict[str, Any]
 
 
 def command() -> list[str] | None:
     """Returns the command that renders a folder; None if this machine has none.
 
-    Components need kustomize 3.7 or kubectl 1.21. Debian 12 has neither.
+    Components need kubectl 1.21 or kustomize 3.7. `make kubectl` installs kubectl beside Python.
     """
-    if shutil.which("kubectl"):
-        return ["kubectl", "kustomize"]
+    kubectl = shutil.which("kubectl", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
+    if kubectl:
+        return [kubectl, "kustomize"]
     return ["kustomize", "build"] if shutil.which("kustomize") else None
 
 
 def combinations() -> Iterator[tuple[str, ...]]:
-    """Returns all sets of components that make sense, in the order of deploy/README.md."""
-    free = ("tls", "gpu", "http", "monitoring")
-    for present in itertools.product((False, True), repeat=len(free)):
-        first = tuple(name for name, chosen in zip(free, present, strict=True) if chosen)
-        for replicas in ((), ("ha",), ("ha", "hpa"), ("ha", "keda")):
+    """Returns all sets of components that combine, in the order of deploy/README.md."""
+    for present in itertools.product((False, True), repeat=len(FREE)):
+        first = tuple(name for name, chosen in zip(FREE, present, strict=True) if chosen)
+        for replicas in ((), *((name,) for name in REPLICAS)):
             yield (*first, *replicas)
 
 
@@ -73,7 +80,7 @@ def render_text(kustomization: str, folder: Path) -> list[Manifest]:
 def _render(folder: Path) -> list[Manifest]:
     found = command()
     if found is None:
-        pytest.skip("needs kubectl 1.21 or kustomize 3.7 on the PATH; Debian 12 has none that is new enough")
+        pytest.skip("needs kubectl 1.21 or kustomize 3.7; make kubectl installs it")
     done = subprocess.run([*found, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     # kustomize warns about deprecated fields.

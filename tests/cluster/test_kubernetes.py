@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
@@ -26,8 +27,7 @@ from tests.service.certificates import Authority
 from tests.service.guarded import token_command
 from tests.service.servers import running_server
 
-OLDEST = "1.30"
-"""The oldest release of Kubernetes that deploy/README.md promises."""
+RELEASES = [f"1.{minor}" for minor in range(30, int(kubernetes_validate.latest_version().split(".")[1]) + 1)]
 
 COMBINATIONS = ["+".join(combination) for combination in manifests.combinations()]
 # What the kinds of others need; deploy/README.md names the releases whose own schemas were checked.
@@ -61,15 +61,15 @@ def rendered(combination: tuple[str, ...]) -> list[Manifest]:
     return manifests.combined(combination)
 
 
-def check_schemas(documents: Sequence[Manifest]) -> None:
+def check_schemas(documents: Sequence[Manifest], releases: Sequence[str] = (RELEASES[0], RELEASES[-1])) -> None:
     for document in documents:
         if document["kind"] in FOREIGN:
             version, fields = FOREIGN[document["kind"]]
             assert document["apiVersion"] == version
             assert fields <= document["spec"].keys()
             continue
-        for version in (OLDEST, kubernetes_validate.latest_version()):
-            kubernetes_validate.validate(document, version, strict=True)
+        for release in releases:
+            kubernetes_validate.validate(document, release, strict=True)
 
 
 def environment(documents: Sequence[Manifest]) -> dict[str, str]:
@@ -113,7 +113,7 @@ def test_resources_are_valid_without_kubectl() -> None:
 @pytest.mark.parametrize("name", manifests.OVERLAYS)
 def test_overlays_are_valid_and_have_one_namespace(name: str) -> None:
     documents = manifests.overlay(name)
-    check_schemas(documents)
+    check_schemas(documents, RELEASES)
     assert {each["metadata"]["namespace"] for each in documents} == {"gradrule"}
 
 
@@ -122,6 +122,32 @@ def test_overlays_are_combinations_that_are_tested() -> None:
         file = DEPLOY / "kubernetes/overlays" / name / "kustomization.yaml"
         components = [Path(each).name for each in yaml.safe_load(file.read_text()).get("components", ())]
         assert "+".join(components) in COMBINATIONS
+
+
+def test_the_releases_are_those_of_the_readme() -> None:
+    (oldest,) = re.findall(r"for Kubernetes (\S+) and newer", (DEPLOY / "README.md").read_text())
+    assert oldest == RELEASES[0]
+    assert len(RELEASES) >= 8
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [*itertools.combinations(manifests.FREE, 2), *itertools.product(manifests.FREE, manifests.REPLICAS)],
+    ids="+".join,
+)
+def test_the_order_of_components_has_no_effect(pair: tuple[str, str]) -> None:
+    first, second = (
+        {(each["kind"], each["metadata"]["name"]): sorted_lists(each) for each in manifests.combined(order)}
+        for order in (pair, pair[::-1])
+    )
+    assert first == second
+
+
+def sorted_lists(value: Any) -> Any:
+    """Returns a value whose lists, of variables, ports, volumes and rules, are sorted."""
+    if isinstance(value, dict):
+        return {name: sorted_lists(each) for name, each in value.items()}
+    return sorted(map(sorted_lists, value), key=json.dumps) if isinstance(value, list) else value
 
 
 def test_manifests_are_valid(rendered: list[Manifest]) -> None:
@@ -178,7 +204,7 @@ def test_settings_are_accepted_and_match_the_pod(rendered: list[Manifest], combi
     for path in (found.tls_cert, found.tls_key, found.tokens):
         assert path is None or str(path.parent) in mounts
     variables = set(environment(rendered))
-    assert ("GRADRULE_REGISTRY" in variables) == ("GRADRULE_BLOBS" in variables) == ("ha" in combination)
+    assert ("GRADRULE_REGISTRY" in variables) == ("GRADRULE_BLOBS" in variables) == has_replicas(combination)
 
 
 def test_the_pod_gets_the_time_that_the_server_needs_to_stop(
@@ -247,12 +273,12 @@ def test_the_network_policy_allows_what_is_served(rendered: list[Manifest], comb
     )
     assert all(other["from"] for other in others)
     outside = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
-    assert outside == ({53, 443, 5432} if "ha" in combination else set())
+    assert outside == ({53, 443, 5432} if has_replicas(combination) else set())
 
 
 def test_replicas_share_nothing_on_a_node(rendered: list[Manifest], combination: tuple[str, ...]) -> None:
     deployment = find(rendered, "Deployment")["spec"]
-    if "ha" not in combination:
+    if not has_replicas(combination):
         # Two servers must never use one volume.
         assert deployment["replicas"] == 1
         assert deployment["strategy"] == {"type": "Recreate"}
@@ -273,6 +299,10 @@ def test_replicas_share_nothing_on_a_node(rendered: list[Manifest], combination:
     assert sum(map(gibibytes, sizes.values())) < gibibytes(limit)
 
 
+def has_replicas(combination: tuple[str, ...]) -> bool:
+    return not set(manifests.REPLICAS).isdisjoint(combination)
+
+
 def gibibytes(text: str) -> int:
     assert text.endswith("Gi")
     return int(text.removesuffix("Gi"))
@@ -284,7 +314,7 @@ def test_autoscalers_own_the_number_of_replicas(rendered: list[Manifest], combin
         ["HorizontalPodAutoscaler"] if "hpa" in combination else ["ScaledObject"] if "keda" in combination else []
     )
     replicas = find(rendered, "Deployment")["spec"].get("replicas")
-    assert replicas == (None if scalers else 3 if "ha" in combination else 1)
+    assert replicas == (None if scalers else 3 if has_replicas(combination) else 1)
     for scaler in scalers:
         spec = scaler["spec"]
         assert spec.get("minReplicas", spec.get("minReplicaCount")) >= 2
