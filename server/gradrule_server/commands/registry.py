@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gradrule_server.registry.backup import (
     BackupError,
+    RegistryPlace,
     Report,
     backup,
     check,
@@ -26,6 +27,7 @@ from gradrule_server.settings import SettingsError, default_data_dir, environmen
 
 _VARIABLE = environment_name("data_dir")
 _REGISTRY_VARIABLE = environment_name("registry")
+_BLOBS_VARIABLE = environment_name("blobs")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -62,11 +64,21 @@ def _parser() -> argparse.ArgumentParser:
     new_parser = commands.add_parser("new", help="create an empty registry; an existing one is renamed and kept")
     new_parser.set_defaults(run=_new)
     copy_parser = commands.add_parser(
-        "copy", help="copy a registry to an empty one, between data directories and PostgreSQL, and verify the copy"
+        "copy",
+        help="copy a registry with its blobs to an empty one, between data directories, PostgreSQL and object stores, "
+        "and verify the copy",
     )
     for name, what in (("source", "FROM"), ("target", "TO")):
         copy_parser.add_argument(
             name, metavar=what, type=_registry_name, help="data directory, or postgresql://USER@HOST/DATABASE"
+        )
+    for side, what in (("from", "FROM"), ("to", "TO")):
+        copy_parser.add_argument(
+            f"--{side}-blobs",
+            metavar="URL",
+            default="",
+            help=f"object store of the blobs of {what}: s3://bucket/prefix or file:///folder; without it: the data "
+            "directory",
         )
     copy_parser.set_defaults(run=_copy)
     given = os.environ.get(_VARIABLE)
@@ -80,8 +92,15 @@ def _parser() -> argparse.ArgumentParser:
             metavar="URL",
             type=_database_url,
             default=os.environ.get(_REGISTRY_VARIABLE, ""),
-            help="PostgreSQL database; without it: SQLite in the data directory, which holds the blobs in any case "
-            f"[env: {_REGISTRY_VARIABLE}]",
+            help=f"PostgreSQL database; without it: SQLite in the data directory [env: {_REGISTRY_VARIABLE}]",
+        )
+    for command in (backup_parser, restore_parser, check_parser):
+        command.add_argument(
+            "--blobs",
+            metavar="URL",
+            default=os.environ.get(_BLOBS_VARIABLE, ""),
+            help="object store of the blobs: s3://bucket/prefix or file:///folder; without it: the data directory "
+            f"[env: {_BLOBS_VARIABLE}]",
         )
     for command in (backup_parser, restore_parser, check_parser, new_parser, copy_parser):
         command.add_argument(
@@ -90,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
             type=Path,
             default=fallback,
             required=fallback is None,
-            help=f"data directory{' of the blobs of the registry in PostgreSQL' if command is copy_parser else ''}"
+            help=f"data directory{' of the registry in PostgreSQL, for blobs' if command is copy_parser else ''}"
             f"{f' [default: {fallback}]' if fallback else ''} [env: {_VARIABLE}]",
         )
     return parser
@@ -109,24 +128,24 @@ def _registry_name(text: str) -> str:
 
 
 def _backup(options: argparse.Namespace) -> int:
-    report = backup(options.data_dir, options.folder, options.registry)
+    report = backup(options.data_dir, options.folder, options.registry, options.blobs)
     print(f"copied to {options.folder}: {report}")
-    _print_warnings(report)
+    _print_warnings(report, has_object_store=bool(options.blobs))
     return 0
 
 
 def _restore(options: argparse.Namespace) -> int:
-    report = restore(options.folder, options.data_dir, options.registry)
+    report = restore(options.folder, options.data_dir, options.registry, options.blobs)
     print(f"restored to {_place(options)}: {report}")
-    _print_warnings(report)
+    _print_warnings(report, has_object_store=True)
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
-    report = check(options.data_dir, options.registry)
+    report = check(options.data_dir, options.registry, options.blobs)
     for problem in report.problems:
         print(problem)
-    _print_warnings(report)
+    _print_warnings(report, has_object_store=bool(options.blobs))
     is_valid = not (report.problems or report.unreadable)
     if is_valid:
         print(f"no problems found: {report}")
@@ -134,13 +153,13 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _copy(options: argparse.Namespace) -> int:
-    places = [
-        (options.data_dir, name) if is_postgres_url(name) else (Path(name), "")
-        for name in (options.source, options.target)
-    ]
-    report = copy_registry(*places[0], *places[1])
-    print(f"copied to {describe_url(options.target) if places[1][1] else options.target}: {report}")
-    _print_warnings(report)
+    source, target = (
+        RegistryPlace(options.data_dir, name, blobs) if is_postgres_url(name) else RegistryPlace(Path(name), "", blobs)
+        for name, blobs in ((options.source, options.from_blobs), (options.target, options.to_blobs))
+    )
+    report = copy_registry(source, target)
+    print(f"copied to {target}: {report}")
+    _print_warnings(report, has_object_store=bool(options.from_blobs))
     return 0
 
 
@@ -161,7 +180,7 @@ def _new(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_warnings(report: Report) -> None:
+def _print_warnings(report: Report, *, has_object_store: bool) -> None:
     for sentence in (*report.unreadable, *report.left_out):
         print(sentence)
     if report.damaged_blobs:
@@ -169,4 +188,11 @@ def _print_warnings(report: Report) -> None:
             f"{report.damaged_blobs} blobs were damaged and renamed to {BLOBS}/{DAMAGED}…; you may delete these files"
         )
     if report.missing:
-        print(f"{len(report.missing)} blobs are missing; programs that need them fail until clients send them again")
+        hint = "" if has_object_store else "; if they are in an object store, name it"
+        print(
+            f"{len(report.missing)} blobs are missing; programs that need them fail until clients send them again{hint}"
+        )
+    if report.unindexed:
+        print(f"{report.unindexed} objects are not in the index of blobs; servers enter them when they start")
+    if report.without_object:
+        print(f"{report.without_object} blobs in the index have no object; servers remove them when they start")

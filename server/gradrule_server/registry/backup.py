@@ -1,8 +1,8 @@
 """Checks, backs up, restores and copies registries; a server may use a registry while it is checked or backed up.
 
 A backup is a folder with a consistent copy of the database, the blobs that its programs need, and the manifest
-`backup.json`. It is created atomically. The copy is an SQLite file also where the database is in PostgreSQL, so that a
-backup of one can be restored to the other.
+`backup.json`. It is created atomically. The copy is an SQLite file also where the database is in PostgreSQL, and blobs
+are files also where they are in an object store, so that a backup of one can be restored to the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import hashlib
 import json
-import os
 import shutil
 import sqlite3
 import tempfile
@@ -19,10 +18,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sqlalchemy import create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.blob_index import UPLOADING
+from gradrule_server.registry.blob_places import (
+    BlobPlace,
+    DamagedBlobError,
+    FolderBlobs,
+    MissingBlobError,
+    ObjectBlobs,
+    checked,
+)
 from gradrule_server.registry.blobs import DAMAGED, folder_name
 from gradrule_server.registry.data_folder import (
     BLOBS,
@@ -38,17 +45,18 @@ from gradrule_server.registry.data_folder import (
 )
 from gradrule_server.registry.database import import_postgres
 from gradrule_server.registry.database_url import describe_url
+from gradrule_server.registry.object_store import ObjectStoreError
 from gradrule_server.registry.programs import read_spec, read_summary, variable_blobs
 from gradrule_server.registry.rule_entries import read_rule
 from gradrule_server.registry.schema import SCHEMA_VERSION, add_current_views, copy_database
 from gradrule_server.registry.sqlite_rows import content_digest, open_file
 from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
+from gradrule_server.registry.stored_blobs import STORED, drop_index, object_states
 
 MANIFEST = "backup.json"
 
 _FORMAT = 1
 _ATTEMPTS = 5
-_CHUNK_BYTES = 1 << 20
 
 
 class BackupError(Exception):
@@ -73,6 +81,12 @@ class Report:
     """A sentence for each damaged row that PostgreSQL cannot store."""
     damaged_blobs: int = 0
     """Number of damaged files of blobs; the server has renamed these files."""
+    unindexed: int = 0
+    """Number of objects of blobs that the index of the object store lacks."""
+    without_object: int = 0
+    """Number of blobs in the index of the object store that have no object."""
+    registry_id: str = ""
+    """The registry's id; empty: it has none yet."""
     problems: list[str] = field(default_factory=list)
     """A sentence for each damaged part; a damaged registry is not backed up."""
 
@@ -83,23 +97,67 @@ class Report:
         )
 
 
-def check(data_dir: Path, url: str = "") -> Report:
-    """Reads and checks everything in a registry, also while a server uses it. Raises `BackupError` if there is none.
+@dataclass(frozen=True, slots=True)
+class RegistryPlace:
+    """Where a registry is.
 
-    Args:
-        data_dir: The data folder, with the blobs.
+    Attributes:
+        data_dir: The data folder.
         url: URL of the database in PostgreSQL; empty: SQLite in the data folder.
+        blobs_url: URL of the object store of the blobs; empty: files in the data folder.
     """
-    if not url:
-        return _check(data_dir / DATABASE_FILE, data_dir)
-    with tempfile.TemporaryDirectory(prefix="gradrule-check-") as made:
-        file = Path(made) / DATABASE_FILE
-        _export(url, file)
-        return _check(file, data_dir)
+
+    data_dir: Path
+    url: str = ""
+    blobs_url: str = ""
+
+    def __str__(self) -> str:
+        return describe_url(self.url) if self.url else str(self.data_dir)
+
+    def open_blobs(self, registry_id: str, *, is_target: bool = False) -> BlobPlace:
+        """Opens the blobs of the registry with this id; see `ObjectBlobs`."""
+        if not self.blobs_url:
+            return FolderBlobs(self.data_dir / BLOBS)
+        if not registry_id:
+            raise BackupError(f"the registry in {self} has no id yet; start a server with it once")
+        return ObjectBlobs(self.blobs_url, registry_id, is_target=is_target)
 
 
-def _check(file: Path, data_dir: Path) -> Report:
-    """Checks a database and the blobs of a data folder."""
+class _ChangedError(Exception):
+    """A blob was removed while it was to be copied, because its programs were deleted meanwhile."""
+
+
+def check(data_dir: Path, url: str = "", blobs_url: str = "") -> Report:
+    """Reads and checks everything in a registry, also while a server uses it.
+
+    See `RegistryPlace`. Raises `BackupError` if there is no registry, or its object store cannot be read.
+    """
+    registry = RegistryPlace(data_dir, url, blobs_url)
+    with _errors("the registry cannot be read"), tempfile.TemporaryDirectory(prefix="gradrule-check-") as made:
+        file = data_dir / DATABASE_FILE
+        if url:
+            file = Path(made) / DATABASE_FILE
+            _export(url, file)
+        report = _check_file(file, data_dir)
+        report.damaged_blobs = sum(1 for _ in (data_dir / BLOBS).rglob(f"{DAMAGED}*"))
+        if report.problems and not report.registry_id:
+            return report
+        blobs = registry.open_blobs(report.registry_id)
+        if isinstance(blobs, ObjectBlobs):
+            _compare_index(blobs, registry, report)
+        for path in sorted(report.blobs):
+            try:
+                for _ in checked(path, blobs.pieces(path)):
+                    pass
+            except MissingBlobError:
+                report.missing.add(path)
+            except DamagedBlobError as cause:
+                report.problems.append(str(cause))
+    return report
+
+
+def _check_file(file: Path, data_dir: Path) -> Report:
+    """Checks a database."""
     if not file.is_file():
         raise BackupError(f"there is no registry in {data_dir}: it has no {DATABASE_FILE}")
     report = Report()
@@ -108,41 +166,75 @@ def _check(file: Path, data_dir: Path) -> Report:
             _check_database(database, report)
     except sqlite3.Error as cause:
         report.problems.append(f"the database cannot be read: {cause}")
-    report.damaged_blobs = sum(1 for _ in (data_dir / BLOBS).rglob(f"{DAMAGED}*"))
-    for path in sorted(report.blobs):
-        blob = data_dir / BLOBS / path
-        if not blob.is_file():
-            report.missing.add(path)
-        elif file_sha256(blob) != blob.name:
-            report.problems.append(f"the blob {path} is damaged: it does not have the SHA-256 in its name")
     return report
 
 
-def backup(data_dir: Path, to: Path, url: str = "") -> Report:
-    """Backs up a registry to a new folder, also while a server uses it; see `check`. Raises `BackupError`."""
+def _compare_index(blobs: ObjectBlobs, registry: RegistryPlace, report: Report) -> None:
+    """Compares the objects with the index of a registry, which servers may change meanwhile."""
+    before = _indexed(registry)
+    blobs.refresh()
+    after = _indexed(registry)
+    report.unindexed = len(blobs.listed.keys() - before.keys() - after.keys())
+    report.without_object = sum(before.get(key) == after[key] == STORED and key not in blobs.listed for key in after)
+
+
+def _indexed(registry: RegistryPlace) -> dict[str, str]:
+    """Returns the state of each object in the index."""
+    if registry.url:
+        with _postgres_errors(registry.url):
+            from gradrule_server.registry.postgres_database import PostgresDatabase
+
+            with (
+                contextlib.closing(PostgresDatabase(registry.url, is_read_only=True)) as database,
+                database.read() as connection,
+            ):
+                return object_states(connection)
+    engine = create_engine("sqlite://", creator=lambda: open_file(registry.data_dir / DATABASE_FILE))
+    try:
+        with engine.connect() as connection:
+            return object_states(connection)
+    finally:
+        engine.dispose()
+
+
+def backup(data_dir: Path, to: Path, url: str = "", blobs_url: str = "") -> Report:
+    """Backs up a registry to a new folder, also while a server uses it; see `RegistryPlace`. Raises `BackupError`."""
     if to.exists():
         raise BackupError(f"{to} exists already; name a folder that does not exist")
+    registry = RegistryPlace(data_dir, url, blobs_url)
     unfinished = to.with_name(f".{to.name}.unfinished")
-    try:
+    with _errors("the backup cannot be written"):
         to.parent.mkdir(parents=True, exist_ok=True)
-        if unfinished.exists():
-            shutil.rmtree(unfinished)
         for _ in range(_ATTEMPTS):
-            report = _copy(data_dir, unfinished, url)
-            if report is not None:
-                unfinished.rename(to)
-                sync_to_disk(to.parent)
-                return report
-            shutil.rmtree(unfinished)
-    except OSError as cause:
-        raise BackupError(f"the backup cannot be written: {cause}") from cause
-    raise BackupError(f"programs were created and deleted in {data_dir} during each attempt; try again")
+            if unfinished.exists():
+                shutil.rmtree(unfinished)
+            unfinished.mkdir(mode=0o700)
+            report = _copy_database(registry, unfinished / DATABASE_FILE)
+            try:
+                _copy_blobs(registry, FolderBlobs(unfinished / BLOBS), report)
+            except _ChangedError:
+                continue
+            manifest = {
+                "format": _FORMAT,
+                "schema_version": report.schema_version,
+                "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "database_sha256": file_sha256(unfinished / DATABASE_FILE),
+                "missing": sorted(report.missing),
+            }
+            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
+            sync_to_disk(unfinished / MANIFEST)
+            sync_to_disk(unfinished)
+            unfinished.rename(to)
+            sync_to_disk(to.parent)
+            return report
+    raise _changed(registry)
 
 
-def restore(folder: Path, data_dir: Path, url: str = "") -> Report:
-    """Restores a backup, and migrates it; see `check`. Raises `BackupError`.
+def restore(folder: Path, data_dir: Path, url: str = "", blobs_url: str = "") -> Report:
+    """Restores a backup, and migrates it; see `RegistryPlace`. Raises `BackupError`.
 
-    There must be no database in the data folder, or no rule and no program in the database in PostgreSQL.
+    There must be no database in the data folder, or no rule and no program in the database in PostgreSQL. The registry
+    keeps its id, so an object store must be its own, or new; servers enter the objects into their index.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
@@ -164,43 +256,63 @@ def restore(folder: Path, data_dir: Path, url: str = "") -> Report:
     if report.problems or lost:
         problems = [*report.problems, *(f"the blob {path} is missing" for path in sorted(lost))]
         raise BackupError(f"{folder} is damaged: {'; '.join(problems)}")
-    try:
+    _install(folder / DATABASE_FILE, report, RegistryPlace(folder), RegistryPlace(data_dir, url, blobs_url))
+    return report
+
+
+def copy_registry(source: RegistryPlace, target: RegistryPlace) -> Report:
+    """Copies a registry with its blobs to an empty one, and verifies the copy; see `restore`. Raises `BackupError`."""
+    for _ in range(_ATTEMPTS):
+        with tempfile.TemporaryDirectory(prefix="gradrule-copy-") as made:
+            file = Path(made) / DATABASE_FILE
+            with _errors("the copy cannot be written"):
+                report = _copy_database(source, file)
+            try:
+                _install(file, report, source, target)
+            except _ChangedError:
+                continue
+            copied = target.data_dir / DATABASE_FILE
+            if target.url:
+                copied = Path(made) / "copied"
+                _export(target.url, copied)
+            with _migrated(file, Path(made)) as database:
+                if content_digest(copied) != content_digest(database):
+                    raise BackupError(
+                        "the copy differs from the registry, because a server has changed it already; compare them, or "
+                        "copy again to an empty one"
+                    )
+        return report
+    raise _changed(source)
+
+
+def _install(file: Path, report: Report, source: RegistryPlace, target: RegistryPlace) -> None:
+    """Copies the blobs of `source`, and then a database of any version, to an empty registry.
+
+    `source`: Where the blobs are.
+
+    Raises:
+        _ChangedError: See `_copy_blobs`; there is no registry yet.
+    """
+    data_dir = target.data_dir
+    with _errors(f"{target} cannot be written"):
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(data_dir):
-            if not url:
+        with _locked(data_dir), _migrated(file, data_dir) as database:
+            if target.url:
+                _prepare(target.url)
+            else:
                 _check_empty(data_dir)
-            for path in sorted(report.blobs - report.missing):
-                _copy_blob(folder / BLOBS / path, data_dir / BLOBS / path)
-            with _migrated(folder / DATABASE_FILE, data_dir) as database:
-                if url:
-                    report.left_out = _import(database, url)
-                    return report
-                # Remove the marker, which may belong to another registry; the server creates it again.
-                (data_dir / MARKER).unlink(missing_ok=True)
-                # Copy the database last: a folder without a database is not a registry.
-                copy_database(database, data_dir / DATABASE_FILE)
-    except (OSError, sqlite3.Error, StoreError) as cause:
-        raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
-    return report
-
-
-def copy_registry(data_dir: Path, url: str, to_data_dir: Path, to_url: str) -> Report:
-    """Copies a registry with its blobs to an empty one, and verifies the copy; see `check`. Raises `BackupError`."""
-    with tempfile.TemporaryDirectory(prefix="gradrule-copy-") as made:
-        folder = Path(made) / "copy"
-        backup(data_dir, folder, url)
-        report = restore(folder, to_data_dir, to_url)
-        copied = to_data_dir / DATABASE_FILE
-        if to_url:
-            copied = Path(made) / "copied"
-            _export(to_url, copied)
-        with _migrated(folder / DATABASE_FILE, Path(made)) as database:
-            if content_digest(copied) != content_digest(database):
-                raise BackupError(
-                    "the copy differs from the registry, because a server has changed it already; compare them, or "
-                    "copy again to an empty one"
-                )
-    return report
+            with contextlib.closing(open_file(database)) as opened:
+                registry_id = _meta(opened, "registry_id")
+            blobs = target.open_blobs(registry_id, is_target=True)
+            blobs.refresh()
+            _copy_blobs(source, blobs, report)
+            if target.url:
+                report.left_out = _import(database, target.url)
+                return
+            # Remove the marker, which may belong to another registry; the server creates it again.
+            (data_dir / MARKER).unlink(missing_ok=True)
+            # Copy the database last: a folder without a database is not a registry.
+            copy_database(database, data_dir / DATABASE_FILE)
 
 
 def _export(url: str, file: Path) -> None:
@@ -215,6 +327,13 @@ def _import(file: Path, url: str) -> list[str]:
         from gradrule_server.registry.postgres_copy import import_registry
 
         return import_registry(file, url)
+
+
+def _prepare(url: str) -> None:
+    with _postgres_errors(url):
+        from gradrule_server.registry.postgres_copy import prepare_import
+
+        prepare_import(url)
 
 
 def create_empty_postgres_registry(url: str) -> str:
@@ -273,7 +392,7 @@ def _check_empty(data_dir: Path) -> None:
 def _migrated(database: Path, folder: Path) -> Iterator[Path]:
     """Returns the path of a database of the current version: the database itself, or a migrated temporary copy."""
     with contextlib.closing(open_file(database)) as opened:
-        if _version(opened) == str(SCHEMA_VERSION):
+        if _meta(opened, "schema_version") == str(SCHEMA_VERSION):
             yield database
             return
     with tempfile.TemporaryDirectory(prefix=".restore-", dir=folder) as made:
@@ -282,44 +401,47 @@ def _migrated(database: Path, folder: Path) -> Iterator[Path]:
         yield Path(made) / DATABASE_FILE
 
 
-def _copy(data_dir: Path, to: Path, url: str) -> Report | None:
-    """Copies a registry; returns None if a program's blob was removed meanwhile."""
-    place = describe_url(url) if url else str(data_dir)
-    if not url and not (data_dir / DATABASE_FILE).is_file():
-        raise BackupError(f"there is no registry in {data_dir}: it has no {DATABASE_FILE}")
-    # The data folder of a server with PostgreSQL has blobs of its own, and not all.
-    missing_before = None if url else check(data_dir).missing
-    to.mkdir(mode=0o700)
-    if url:
-        _export(url, to / DATABASE_FILE)
+def _copy_database(registry: RegistryPlace, to: Path) -> Report:
+    """Copies the database of a registry, without derived tables, and checks the copy."""
+    if registry.url:
+        _export(registry.url, to)
     else:
+        if not (registry.data_dir / DATABASE_FILE).is_file():
+            raise BackupError(f"there is no registry in {registry.data_dir}: it has no {DATABASE_FILE}")
         try:
-            copy_database(data_dir / DATABASE_FILE, to / DATABASE_FILE)
+            copy_database(registry.data_dir / DATABASE_FILE, to)
+            with contextlib.closing(open_file(to)) as database:
+                # Servers fill the index of an object store again, from the objects of the store that they use.
+                drop_index(database)
         except sqlite3.Error as cause:
-            raise BackupError(f"the database in {data_dir} cannot be read: {cause}") from cause
-    needed = check(to)
-    if needed.problems:
-        raise BackupError(f"the registry in {place} is damaged: {'; '.join(needed.problems)}")
+            raise BackupError(f"the database in {registry.data_dir} cannot be read: {cause}") from cause
+    report = _check_file(to, registry.data_dir)
+    if report.problems:
+        raise BackupError(f"the registry in {registry} is damaged: {'; '.join(report.problems)}")
+    return report
+
+
+def _copy_blobs(source: RegistryPlace, to: BlobPlace, report: Report) -> None:
+    """Copies the blobs that the programs in a report need, and adds the missing ones to the report.
+
+    Raises:
+        _ChangedError: Some are missing because their programs were deleted after the database was copied.
+    """
+    blobs = source.open_blobs(report.registry_id)
+    blobs.refresh()
     missing = set()
-    for path in sorted(needed.blobs):
+    for path in sorted(report.blobs):
         try:
-            _copy_blob(data_dir / BLOBS / path, to / BLOBS / path)
-        except FileNotFoundError:
+            to.put(path, checked(path, blobs.pieces(path)))
+        except MissingBlobError:
             missing.add(path)
-    if missing_before is not None and not missing <= missing_before:
-        return None
-    manifest = {
-        "format": _FORMAT,
-        "schema_version": needed.schema_version,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "database_sha256": file_sha256(to / DATABASE_FILE),
-        "missing": sorted(missing),
-    }
-    (to / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
-    sync_to_disk(to / MANIFEST)
-    sync_to_disk(to)
-    needed.missing = missing
-    return needed
+        except DamagedBlobError as cause:
+            raise BackupError(f"{cause}; remove it, and clients will upload it again") from cause
+    if missing:
+        with tempfile.TemporaryDirectory(prefix="gradrule-check-") as made:
+            if not missing <= _copy_database(source, Path(made) / DATABASE_FILE).blobs:
+                raise _ChangedError
+    report.missing = missing
 
 
 def _check_database(database: sqlite3.Connection, report: Report) -> None:
@@ -330,7 +452,8 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
         return
     for table, *_ in database.execute("PRAGMA foreign_key_check"):
         report.problems.append(f"a row of {table} refers to a missing row")
-    version = _version(database)
+    report.registry_id = _meta(database, "registry_id")
+    version = _meta(database, "schema_version")
     if not add_current_views(database, version):
         report.problems.append(
             f"the schema version is {version or 'unknown'}, which this release cannot read; use the release that "
@@ -365,9 +488,9 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
             report.blobs.update(f"{folder}/{name}" if folder else name for name in needed)
 
 
-def _version(database: sqlite3.Connection) -> str:
-    """Returns the schema version; empty if there is none."""
-    row = database.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+def _meta(database: sqlite3.Connection, key: str) -> str:
+    """Returns a value of the table `meta`; empty if there is none."""
+    row = database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return row[0] if row else ""
 
 
@@ -375,23 +498,19 @@ def _names(paths: Sequence[Path]) -> str:
     return " and ".join(path.name for path in paths)
 
 
-def _copy_blob(path: Path, to: Path) -> None:
-    """Copies a blob and verifies its hash, which is its name. Raises `BackupError` if it differs."""
-    digest = hashlib.sha256()
-    with path.open("rb") as source:
-        to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfinished = to.with_name(UPLOADING + to.name)
-        with unfinished.open("wb") as copy:
-            while chunk := source.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                copy.write(chunk)
-            copy.flush()
-            os.fsync(copy.fileno())
-    if digest.hexdigest() != to.name:
-        unfinished.unlink()
-        raise BackupError(f"the blob {path} is damaged; remove it, and clients will upload it again")
-    unfinished.rename(to)
-    sync_to_disk(to.parent)
+def _changed(registry: RegistryPlace) -> BackupError:
+    return BackupError(f"programs were created and deleted in {registry} during each attempt; try again")
+
+
+@contextlib.contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """Raises `BackupError` in place of errors of files and object stores. `what`: what failed where a file did."""
+    try:
+        yield
+    except (StoreError, ObjectStoreError) as cause:
+        raise BackupError(str(cause)) from cause
+    except (OSError, sqlite3.Error) as cause:
+        raise BackupError(f"{what}: {cause}") from cause
 
 
 @contextlib.contextmanager

@@ -17,6 +17,9 @@ from gradrule_server.registry.data_folder import sync_to_disk
 UPLOADING = ".upload-"
 """Prefix of the names of incomplete files, which are removed at the next start."""
 
+CACHE_SETTING = "--blob-cache-bytes"
+"""The setting that limits the files of a cache; programs need none of them all the time."""
+
 _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 _STAT_BLOCK = 512
 
@@ -191,6 +194,12 @@ def quota_exceeded(
     else:
         setting = bytes_setting if limit.size == server_limit.size else "--tenant-blob-bytes"
         bound = f"{limit.size} bytes of blobs"
+    if setting == CACHE_SETTING:
+        return error(
+            errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+            f"the server's cache of blobs has room for {bound}, and running calls and uploads need all of it; try "
+            f"again later, or start the server with a larger {setting}",
+        )
     return error(
         errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
         f"{who} at most {bound}, and all of them are in use; delete programs, or start the server with a larger "

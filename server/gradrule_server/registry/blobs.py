@@ -254,6 +254,9 @@ class BlobStore:
     def record_needs(self, wanted: Iterable[tuple[str, str, Sequence[str]]]) -> None:
         """Records which blobs stored programs need, if that is not recorded yet: tenant, program id, blobs."""
 
+    def follow_restore(self, wanted: Iterable[tuple[str, str, Sequence[str]]]) -> None:
+        """Notes that all programs were replaced; `maintain` looks for their blobs, and records what they need."""
+
     def maintain(self) -> None:
         """Shares with other servers what has changed, and deletes what they have left; called every few seconds."""
 

@@ -58,8 +58,7 @@ def import_registry(file: Path, url: str) -> list[str]:
         contextlib.closing(open_file(file)) as source,
         database.write() as target,
     ):
-        if any(target.execute(select(table).limit(1)).first() is not None for table in (rules, programs)):
-            raise StoreError(f"{database.description} has rules or programs already; name an empty database")
+        _check_empty(database, target)
         for (registry_id,) in source.execute("SELECT value FROM meta WHERE key = 'registry_id'"):
             target.execute(update(meta).where(meta.c.key == "registry_id").values(value=registry_id))
         for table in COPIED_TABLES:
@@ -75,6 +74,12 @@ def import_registry(file: Path, url: str) -> list[str]:
     return left_out
 
 
+def prepare_import(url: str) -> None:
+    """Creates the registry if it is missing. Raises what `import_registry` raises."""
+    with contextlib.closing(PostgresDatabase(url)) as database, database.read() as connection:
+        _check_empty(database, connection)
+
+
 def new_registry(url: str) -> str:
     """Creates an empty registry in PostgreSQL; moves the tables of an old one to a schema, whose name it returns.
 
@@ -84,6 +89,12 @@ def new_registry(url: str) -> str:
     """
     with contextlib.closing(PostgresDatabase(url)) as database:
         return database.start_again()
+
+
+def _check_empty(database: Database, connection: Connection) -> None:
+    """Raises `StoreError` if a registry has rules or programs."""
+    if any(connection.execute(select(table).limit(1)).first() is not None for table in (rules, programs)):
+        raise StoreError(f"{database.description} has rules or programs already; name an empty database")
 
 
 def _rows(database: Database, source: Connection, table: Table) -> Iterator[dict[str, Any]]:

@@ -61,7 +61,9 @@ class PinnedBlobs:
 
     def reload(self) -> None:
         """Reads all programs again."""
-        if not self._all_blobs.is_shared:
+        if self._all_blobs.is_shared:
+            self._all_blobs.follow_restore(self._needs(self._store.program_specs()))
+        else:
             self._replace(list(self._pinned), self._store.program_specs())
 
     def _replace(self, keys: Iterable[tuple[str, str]], specs: Iterable[tuple[str, str, bytes]]) -> None:

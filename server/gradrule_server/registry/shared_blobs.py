@@ -27,7 +27,7 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy import missing_blobs
 from gradrule_server.policy.faults import BLOB_NAME
 from gradrule_server.registry.blob_fetches import BlobFetches
-from gradrule_server.registry.blob_index import BlobAmount, BlobFile, quota_exceeded
+from gradrule_server.registry.blob_index import CACHE_SETTING, BlobAmount, BlobFile, quota_exceeded
 from gradrule_server.registry.blobs import BlobStore, Upload, disk_full, folder_name, valid_names
 from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS, DISK_FULL_ERRORS, StoreError
 from gradrule_server.registry.database import Database
@@ -61,7 +61,7 @@ class _Shared:
 
     Attributes:
         uses: The times of last uses that are not in the index yet, microseconds since 1970.
-        is_compared: Whether the index was compared with the objects since the start.
+        restored: What `follow_restore` has noted; empty at the start, None: the index was compared with the objects.
         usage: The amount of each folder, as last seen.
     """
 
@@ -72,7 +72,7 @@ class _Shared:
         self.fetches = BlobFetches()
         self.lock = threading.Lock()
         self.uses: dict[BlobKey, int] = {}
-        self.is_compared = False
+        self.restored: Sequence[tuple[str, str, Sequence[str]]] | None = ()
         self.upload_slots = threading.BoundedSemaphore(_MAX_UPLOADS)
         self.usage = index.usage()
         self.warning = RepeatedWarning(_log)
@@ -111,7 +111,7 @@ class SharedBlobStore(BlobStore):
     is_shared = True
 
     def __init__(self, folder: Path, cache_bytes: int, objects: ObjectStore, index: StoredBlobs) -> None:
-        super().__init__(folder, cache_bytes, bytes_setting="--blob-cache-bytes")
+        super().__init__(folder, cache_bytes, bytes_setting=CACHE_SETTING)
         self._shared = _Shared(objects, index)
         self._limit = index.limit
 
@@ -316,10 +316,7 @@ class SharedBlobStore(BlobStore):
             shared.index.record_uses(uses)
             shared.usage = shared.index.usage()
             self._delete(shared.index.take_lost())
-            if not shared.is_compared:
-                # After a backup of the database was restored, index and objects differ.
-                self.compare_objects()
-                shared.is_compared = True
+            self._compare_once()
         except ObjectStoreError as cause:
             _log.debug("the objects cannot be listed now: %s", cause)
         except GradruleError as cause:
@@ -327,6 +324,23 @@ class SharedBlobStore(BlobStore):
             _log.debug("the index of blobs cannot be changed now: %s", cause)
             with shared.lock:
                 shared.uses = uses | shared.uses
+
+    def follow_restore(self, wanted: Iterable[tuple[str, str, Sequence[str]]]) -> None:
+        self._shared.restored = list(wanted)
+
+    def _compare_once(self) -> None:
+        """Compares the index with the objects, if a backup may have been restored since that was done."""
+        shared = self._shared
+        restored, shared.restored = shared.restored, None
+        if restored is None:
+            return
+        try:
+            self.record_needs(restored)
+            self.compare_objects()
+        except BaseException:
+            if shared.restored is None:
+                shared.restored = restored
+            raise
 
     def compare_objects(self) -> None:
         """Enters objects into the index that it lacks, and removes blobs without objects. Raises `ObjectStoreError`."""

@@ -8,6 +8,7 @@ its row was marked: a server that is killed in between leaves the mark, and anot
 from __future__ import annotations
 
 import re
+import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from sqlalchemy import (
     exists,
     func,
     insert,
+    inspect,
     literal,
     select,
     tuple_,
@@ -39,7 +41,10 @@ from gradrule_server.registry.blob_index import BlobAmount, quota_exceeded
 from gradrule_server.registry.database import Database
 from gradrule_server.registry.schema import meta, programs
 
-_UPLOADING, _STORED, _DELETED = "uploading", "stored", "deleted"
+STORED = "stored"
+"""The state of an object whose blob servers find."""
+
+_UPLOADING, _DELETED = "uploading", "deleted"
 
 _metadata = MetaData()
 
@@ -63,8 +68,8 @@ Index(
     _blobs.c.folder,
     _blobs.c.name,
     unique=True,
-    sqlite_where=_blobs.c.state == _STORED,
-    postgresql_where=_blobs.c.state == _STORED,
+    sqlite_where=_blobs.c.state == STORED,
+    postgresql_where=_blobs.c.state == STORED,
 )
 
 _needs = Table(
@@ -125,7 +130,7 @@ class StoredBlobs:
         with self._database.read() as connection:
             for some in _chunks(names):
                 query = select(*columns).where(
-                    _blobs.c.folder == folder, _blobs.c.name.in_(some), _blobs.c.state == _STORED
+                    _blobs.c.folder == folder, _blobs.c.name.in_(some), _blobs.c.state == STORED
                 )
                 for row in connection.execute(query):
                     found[row.name] = StoredBlob(row.object, row.length)
@@ -156,7 +161,7 @@ class StoredBlobs:
         """
         with self._database.write() as connection:
             now_us = _now_us(connection)
-            is_same = (_blobs.c.folder == folder) & (_blobs.c.name == name) & (_blobs.c.state == _STORED)
+            is_same = (_blobs.c.folder == folder) & (_blobs.c.name == name) & (_blobs.c.state == STORED)
             if connection.execute(update(_blobs).where(is_same).values(last_use_us=now_us)).rowcount:
                 return None, []
             removed = _make_room(connection, folder, counted_bytes(length), limit, self.limit, kept)
@@ -164,7 +169,7 @@ class StoredBlobs:
                 connection.execute(
                     update(_blobs).where(_blobs.c.object.in_(some)).values(state=_DELETED, last_use_us=now_us)
                 )
-            key = f"{folder or 'default'}/{name}-{uuid.uuid4().hex}"
+            key = new_object(folder, name)
             connection.execute(insert(_blobs).values(_row(key, folder, name, length, _UPLOADING, now_us)))
             return key, removed
 
@@ -177,12 +182,12 @@ class StoredBlobs:
             row = connection.execute(select(_blobs).where(_blobs.c.object == key)).one_or_none()
             if row is None or row.state != _UPLOADING:
                 return False
-            is_same = (_blobs.c.folder == row.folder) & (_blobs.c.name == row.name) & (_blobs.c.state == _STORED)
+            is_same = (_blobs.c.folder == row.folder) & (_blobs.c.name == row.name) & (_blobs.c.state == STORED)
             is_twin = connection.execute(select(_blobs.c.object).where(is_same)).first() is not None
             connection.execute(
                 update(_blobs)
                 .where(_blobs.c.object == key)
-                .values(state=_DELETED if is_twin else _STORED, last_use_us=_now_us(connection))
+                .values(state=_DELETED if is_twin else STORED, last_use_us=_now_us(connection))
             )
             return True
 
@@ -193,7 +198,7 @@ class StoredBlobs:
         """
         with self._database.write() as connection:
             is_meant = _blobs.c.object == key
-            if connection.execute(select(_blobs.c.state).where(is_meant)).scalar_one_or_none() == _STORED:
+            if connection.execute(select(_blobs.c.state).where(is_meant)).scalar_one_or_none() == STORED:
                 return False
             values = {"state": _DELETED, "last_use_us": _now_us(connection)}
             connection.execute(update(_blobs).where(is_meant).values(values))
@@ -203,7 +208,7 @@ class StoredBlobs:
         """Marks objects of stored blobs for deletion, because they are damaged or missing."""
         with self._database.write() as connection:
             for some in _chunks(keys):
-                is_meant = _blobs.c.object.in_(some) & (_blobs.c.state == _STORED)
+                is_meant = _blobs.c.object.in_(some) & (_blobs.c.state == STORED)
                 values = {"state": _DELETED, "last_use_us": _now_us(connection)}
                 connection.execute(update(_blobs).where(is_meant).values(values))
 
@@ -248,7 +253,7 @@ class StoredBlobs:
                 .where(
                     _blobs.c.folder == bindparam("in_folder"),
                     _blobs.c.name == bindparam("of_name"),
-                    _blobs.c.state == _STORED,
+                    _blobs.c.state == STORED,
                     _blobs.c.last_use_us < bindparam("used_us"),
                 )
                 .values(last_use_us=bindparam("used_us")),
@@ -268,7 +273,7 @@ class StoredBlobs:
             return
         found: set[str] = set()
         for some in _chunks(names):
-            is_meant = _blobs.c.name.in_(some) & (_blobs.c.folder == folder) & (_blobs.c.state == _STORED)
+            is_meant = _blobs.c.name.in_(some) & (_blobs.c.folder == folder) & (_blobs.c.state == STORED)
             found.update(connection.execute(select(_blobs.c.name).where(is_meant)).scalars())
         missing = [name for name in names if name not in found]
         if missing:
@@ -310,9 +315,9 @@ class StoredBlobs:
         """
         # Read the rows first: an object that another server deletes meanwhile must not be entered again.
         with self._database.read() as connection:
-            before = {row.object: row.state for row in connection.execute(select(_blobs.c.object, _blobs.c.state))}
-        found = {key: (match, length) for key, length in objects if (match := _OBJECT.fullmatch(key)) is not None}
-        lost = [key for key, state in before.items() if state == _STORED and key not in found and is_missing(key)]
+            before = object_states(connection)
+        found = {key: (blob, length) for key, length in objects if (blob := blob_of_object(key)) is not None}
+        lost = [key for key, state in before.items() if state == STORED and key not in found and is_missing(key)]
         # Mark them first: an object that is there may have the same blob.
         self.mark_deleted(lost)
         found = {key: found[key] for key in found.keys() - before.keys()}
@@ -321,18 +326,17 @@ class StoredBlobs:
         rows = []
         with self._database.write() as connection:
             now_us = _now_us(connection)
-            query = select(_blobs.c.folder, _blobs.c.name).where(_blobs.c.state == _STORED)
+            query = select(_blobs.c.folder, _blobs.c.name).where(_blobs.c.state == STORED)
             known = {(row.folder, row.name) for row in connection.execute(query)}
             for key in found.keys() - set(connection.execute(select(_blobs.c.object)).scalars()):
-                match, length = found[key]
-                folder, name = match[1] or "", match[2]
+                (folder, name), length = found[key]
                 # A blob may have two objects, if two servers stored it at the same time and were killed.
-                state = _DELETED if (folder, name) in known else _STORED
+                state = _DELETED if (folder, name) in known else STORED
                 known.add((folder, name))
                 rows.append(_row(key, folder, name, length, state, now_us))
             if rows:
                 connection.execute(insert(_blobs), rows)
-        return sum(row["state"] == _STORED for row in rows), len(lost)
+        return sum(row["state"] == STORED for row in rows), len(lost)
 
 
 def _row(key: str, folder: str, name: str, length: int, state: str, now_us: int) -> dict[str, object]:
@@ -345,6 +349,31 @@ def _row(key: str, folder: str, name: str, length: int, state: str, now_us: int)
         "state": state,
         "last_use_us": now_us,
     }
+
+
+def new_object(folder: str, name: str) -> str:
+    """Returns a new key for the object of a blob."""
+    return f"{folder or 'default'}/{name}-{uuid.uuid4().hex}"
+
+
+def blob_of_object(key: str) -> BlobKey | None:
+    """Returns the blob of an object; None if the object is none of this program."""
+    match = _OBJECT.fullmatch(key)
+    return None if match is None else (match[1] or "", match[2])
+
+
+def drop_index(database: sqlite3.Connection) -> None:
+    """Removes the tables from a copy of a registry, which will have other objects."""
+    for table in (_needs, _blobs):
+        database.execute(f"DROP TABLE IF EXISTS {table.name}")
+    database.commit()
+
+
+def object_states(connection: Connection) -> dict[str, str]:
+    """Returns the state of each object in the index; none if the registry has no index."""
+    if not inspect(connection).has_table(_blobs.name):
+        return {}
+    return {row.object: row.state for row in connection.execute(select(_blobs.c.object, _blobs.c.state))}
 
 
 def counted_bytes(length: int) -> int:
@@ -424,7 +453,7 @@ def _removable(connection: Connection, folder: str, kept: Collection[BlobKey]) -
     is_needed = exists().where(_needs.c.folder == _blobs.c.folder, _needs.c.name == _blobs.c.name)
     query: Select[tuple[str, str, int, int]] = (
         select(_blobs.c.object, _blobs.c.name, _blobs.c.size, _blobs.c.last_use_us)
-        .where(_blobs.c.folder == folder, _blobs.c.state == _STORED, ~is_needed)
+        .where(_blobs.c.folder == folder, _blobs.c.state == STORED, ~is_needed)
         .order_by(*order)
         .limit(_PAGE)
     )

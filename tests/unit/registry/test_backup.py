@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,25 +19,19 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.backup import BackupError, backup, check, restore
+from gradrule_server.registry.backup import BackupError, RegistryPlace, backup, check, copy_registry, restore
+from gradrule_server.registry.blob_places import FolderBlobs
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
-from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
+from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, RuleRow, Store
 from gradrule_server.rules import RuleContent
+from tests.stores import folder_url, open_blobs
+from tests.unit.registry.test_blobs import damage, name_of, put
+from tests.unit.registry.test_shared_blobs import content, create
 from tests.unit.registry.version_1 import version_1
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy").SerializeToString()
-
-
-def put(blobs: BlobStore, data: bytes) -> str:
-    name = hashlib.sha256(data).hexdigest()
-    upload = blobs.upload(name)
-    try:
-        upload.write(data)
-        upload.finish()
-    finally:
-        upload.close()
-    return name
 
 
 @pytest.fixture
@@ -282,3 +278,130 @@ def test_registry_of_a_later_schema_is_not_copied(store: Store, data: Path, tmp_
         database.commit()
     with pytest.raises(BackupError, match=r"schema version is 3.*use the release that wrote it"):
         backup(data, tmp_path / "copy")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Store]:
+    """A registry whose blobs are in an object store; programs of two tenants need one each."""
+    url = folder_url(tmp_path)
+    opened = Store(tmp_path / "data")
+    blobs = open_blobs(opened, tmp_path / "data", url)
+    for tenant, data in ((DEFAULT_TENANT, b"weights"), ("ada", b"more")):
+        create(
+            ProgramRegistry(opened, blobs.for_tenant(tenant), tenant=tenant), "p", put(blobs.for_tenant(tenant), data)
+        )
+    put(blobs, b"nobody's")
+    yield opened
+    opened.close()
+
+
+def read_all(blobs: BlobStore) -> dict[str, bytes]:
+    """Returns the blobs that programs of `shared` need, as a server finds them."""
+    return {
+        tenant: asyncio.run(content(blobs.for_tenant(tenant), name_of(data)))
+        for tenant, data in ((DEFAULT_TENANT, b"weights"), ("ada", b"more"))
+    }
+
+
+NEEDED = {DEFAULT_TENANT: b"weights", "ada": b"more"}
+
+
+@pytest.mark.parametrize("target", ["same", "new", "files"])
+def test_backup_includes_blobs_of_an_object_store(shared: Store, tmp_path: Path, target: str) -> None:
+    url = (tmp_path / "objects").as_uri()
+    report = backup(tmp_path / "data", tmp_path / "copy", "", url)
+    assert (len(report.blobs), report.missing) == (2, set())
+    copied = {path.name: path.read_bytes() for path in (tmp_path / "copy" / "blobs").rglob("*") if path.is_file()}
+    assert copied == {name_of(data): data for data in NEEDED.values()}
+
+    # The registry is lost, and its cache.
+    shutil.rmtree(tmp_path / "data")
+    (tmp_path / "new").mkdir()
+    to = {"same": url, "new": (tmp_path / "new").as_uri(), "files": ""}[target]
+    restore(tmp_path / "copy", tmp_path / "again", "", to)
+    assert not check(tmp_path / "again", "", to).missing
+    with contextlib.closing(Store(tmp_path / "again")) as again:
+        blobs = open_blobs(again, tmp_path / "again", to) if to else BlobStore(tmp_path / "again" / "blobs", 1 << 20)
+        PinnedBlobs(again, blobs)
+        assert read_all(blobs) == NEEDED
+    # Nothing is stored twice.
+    assert len([path for path in (tmp_path / "objects").rglob("*") if path.is_file()]) == 4
+
+
+def test_registry_is_copied_between_object_stores_and_folders(shared: Store, tmp_path: Path) -> None:
+    first = RegistryPlace(tmp_path / "data", "", (tmp_path / "objects").as_uri())
+    files = RegistryPlace(tmp_path / "files")
+    assert not copy_registry(first, files).missing
+    (tmp_path / "new").mkdir()
+    last = RegistryPlace(tmp_path / "last", "", (tmp_path / "new").as_uri())
+    assert not copy_registry(files, last).missing
+    with contextlib.closing(Store(tmp_path / "last")) as again:
+        assert read_all(open_blobs(again, tmp_path / "last", last.blobs_url)) == NEEDED
+    assert not (tmp_path / "last" / "blobs").exists()
+
+
+def test_check_reports_problems_of_an_object_store(shared: Store, tmp_path: Path) -> None:
+    url = (tmp_path / "objects").as_uri()
+    assert not check(tmp_path / "data", "", url).problems
+    objects = {path.name.partition("-")[0]: path for path in (tmp_path / "objects").rglob("*-*") if path.is_file()}
+    objects[name_of(b"more")].unlink()
+    damage(objects[name_of(b"weights")])
+    unknown = objects[name_of(b"nobody's")]
+    unknown.with_name(f"{name_of(b'new')}-{'0' * 32}").write_bytes(b"new")
+    report = check(tmp_path / "data", "", url)
+    assert [path.rpartition("/")[2] for path in report.missing] == [name_of(b"more")]
+    assert report.problems == [f"the blob {name_of(b'weights')} is damaged: it does not have the SHA-256 in its name"]
+    assert (report.unindexed, report.without_object) == (1, 1)
+    with pytest.raises(BackupError, match=r"is damaged.*remove it"):
+        backup(tmp_path / "data", tmp_path / "copy", "", url)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_object_store_of_another_registry_is_refused(shared: Store, tmp_path: Path) -> None:
+    url = (tmp_path / "objects").as_uri()
+    backup(tmp_path / "data", tmp_path / "copy", "", url)
+    other = Store(tmp_path / "other")
+    other.close()
+    with pytest.raises(BackupError, match="of this registry"):
+        check(tmp_path / "other", "", url)
+    with pytest.raises(BackupError, match="of this registry"):
+        backup(tmp_path / "other", tmp_path / "copy of another", "", url)
+    backup(tmp_path / "other", tmp_path / "of other")
+    with pytest.raises(BackupError, match="blobs of another registry"):
+        restore(tmp_path / "of other", tmp_path / "again", "", url)
+    # A folder without a file system.
+    (tmp_path / "objects").rename(tmp_path / "elsewhere")
+    (tmp_path / "objects").mkdir()
+    with pytest.raises(BackupError, match="may not be mounted"):
+        check(tmp_path / "data", "", url)
+    assert not (tmp_path / "again" / "gradrule.db").exists()
+
+
+def test_damaged_object_is_replaced_by_restore(shared: Store, tmp_path: Path) -> None:
+    url = (tmp_path / "objects").as_uri()
+    backup(tmp_path / "data", tmp_path / "copy", "", url)
+    for path in (tmp_path / "objects").rglob("*-*"):
+        if path.is_file():
+            damage(path)
+    restore(tmp_path / "copy", tmp_path / "again", "", url)
+    assert not check(tmp_path / "again", "", url).problems
+    with contextlib.closing(Store(tmp_path / "again")) as again:
+        assert read_all(open_blobs(again, tmp_path / "again", url)) == NEEDED
+
+
+def test_program_deleted_during_a_backup_does_not_leave_a_missing_blob(
+    shared: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = (tmp_path / "objects").as_uri()
+
+    def late(self: FolderBlobs, path: str, pieces: Iterator[bytes]) -> None:
+        for removed in (tmp_path / "objects" / "default").glob(f"{name_of(b'weights')}-*"):
+            shared.remove_program("p")
+            removed.unlink()
+        put_blob(self, path, pieces)
+
+    put_blob = FolderBlobs.put
+    monkeypatch.setattr(FolderBlobs, "put", late)
+    report = backup(tmp_path / "data", tmp_path / "copy", "", url)
+    assert (report.programs, len(report.blobs), report.missing) == (1, 1, set())
+    assert not check(tmp_path / "copy").missing
