@@ -11,7 +11,7 @@ from typing import Protocol
 
 from gradrule_server.registry.blob_index import BlobAmount
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.shared_blobs import SharedBlobStore, open_shared_blobs
+from gradrule_server.registry.shared_blobs import MAX_TRANSFERS, SharedBlobStore, open_shared_blobs
 from gradrule_server.registry.store import Store
 
 CACHE_BYTES = 1 << 24
@@ -53,9 +53,11 @@ def open_blobs(
     count: int = sys.maxsize,
     *,
     cache_bytes: int = CACHE_BYTES,
+    tenant_transfers: int = MAX_TRANSFERS,
 ) -> SharedBlobStore:
     """Opens the blobs of a server. `data_dir`: holds its cache; `store`: the registry that servers share."""
-    return open_shared_blobs(url, data_dir, cache_bytes, store.database, BlobAmount(capacity, count))
+    limit = BlobAmount(capacity, count)
+    return open_shared_blobs(url, data_dir, cache_bytes, store.database, limit, tenant_transfers=tenant_transfers)
 
 
 def stored_files(store: BlobStore) -> set[str]:

@@ -131,9 +131,16 @@ def create_blob_store(settings: Settings, store: Store) -> BlobStore:
     limit = BlobAmount(settings.server_limit("blob_bytes"), settings.server_limit("blobs"))
     if not settings.blobs:
         return BlobStore(settings.data_dir / BLOBS, limit.size, limit.count)
-    from gradrule_server.registry.shared_blobs import open_shared_blobs
+    from gradrule_server.registry.shared_blobs import MAX_TRANSFERS, open_shared_blobs
 
-    return open_shared_blobs(settings.blobs, settings.data_dir, settings.blob_cache_bytes, store.database, limit)
+    return open_shared_blobs(
+        settings.blobs,
+        settings.data_dir,
+        settings.blob_cache_bytes,
+        store.database,
+        limit,
+        tenant_transfers=settings.tenant_share_of(MAX_TRANSFERS),
+    )
 
 
 def create_engine_pool(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], None]) -> EnginePool:

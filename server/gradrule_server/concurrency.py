@@ -7,8 +7,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 _log = logging.getLogger(__name__)
@@ -203,6 +204,81 @@ def start_logged_task(
     task = asyncio.create_task(coroutine, name=name)
     task.add_done_callback(report)
     return task
+
+
+class TenantSlots:
+    """Limits how much work runs at a time, of all tenants and of each; for threads and for tasks of an event loop.
+
+    A free slot goes to the waiting tenant that has the fewest, and then to the one that waits longest.
+
+    Args:
+        count: Number of slots.
+        per_tenant: Number of slots that one tenant may have.
+    """
+
+    def __init__(self, count: int, per_tenant: int) -> None:
+        self._count = count
+        self._per_tenant = per_tenant
+        self._lock = threading.Lock()
+        self._used: Counter[str] = Counter()
+        # The tenant that waits longest is first.
+        self._waiting: dict[str, deque[Future[None]]] = {}
+
+    @contextlib.contextmanager
+    def hold(self, tenant: str, timeout_s: float) -> Iterator[None]:
+        """Holds a slot within the context, for a thread. Raises `TimeoutError` if none gets free in time."""
+        slot = self._request(tenant)
+        try:
+            slot.result(timeout_s)
+            yield
+        finally:
+            self._end(tenant, slot)
+
+    @contextlib.asynccontextmanager
+    async def hold_in_task(self, tenant: str) -> AsyncIterator[None]:
+        """Holds a slot within the context, for a task of the running event loop."""
+        slot = self._request(tenant)
+        try:
+            await asyncio.wrap_future(slot)
+            yield
+        finally:
+            self._end(tenant, slot)
+
+    def _request(self, tenant: str) -> Future[None]:
+        """Returns a future that has a result as soon as the tenant has a slot."""
+        slot: Future[None] = Future()
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append(slot)
+        self._assign()
+        return slot
+
+    def _end(self, tenant: str, slot: Future[None]) -> None:
+        # Who has given up waiting has no slot.
+        if slot.cancel():
+            return
+        with self._lock:
+            self._used[tenant] -= 1
+            if not self._used[tenant]:
+                del self._used[tenant]
+        self._assign()
+
+    def _assign(self) -> None:
+        assigned = []
+        with self._lock:
+            while self._used.total() < self._count:
+                ready = [tenant for tenant in self._waiting if self._used[tenant] < self._per_tenant]
+                if not ready:
+                    break
+                tenant = min(ready, key=lambda name: self._used[name])
+                slots = self._waiting.pop(tenant)
+                slot = slots.popleft()
+                if slots:
+                    self._waiting[tenant] = slots
+                if slot.set_running_or_notify_cancel():
+                    self._used[tenant] += 1
+                    assigned.append(slot)
+        for slot in assigned:
+            slot.set_result(None)
 
 
 class TenantLocks:

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
-from gradrule_server.concurrency import PeriodicChecks, RepeatedWarning, TenantLocks, start_logged_task
+from gradrule_server.concurrency import PeriodicChecks, RepeatedWarning, TenantLocks, TenantSlots, start_logged_task
 
 
 def test_failing_check_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,3 +118,57 @@ async def test_failure_of_a_task_is_logged_and_its_cancellation_is_not(caplog: p
     cancelled.cancel()
     await asyncio.wait([failing, cancelled])
     assert [(record.message, record.exc_info is not None) for record in caplog.records] == [("it failed", True)]
+
+
+async def test_tenant_gets_no_more_slots_than_its_share_and_others_go_first() -> None:
+    slots = TenantSlots(3, 2)
+    order: list[str] = []
+    may_end = asyncio.Event()
+
+    async def work(tenant: str) -> None:
+        async with slots.hold_in_task(tenant):
+            order.append(tenant)
+            await may_end.wait()
+
+    tasks = [asyncio.create_task(work(tenant)) for tenant in "aaaabb"]
+    await asyncio.sleep(0)
+    await wait_for(lambda: len(order) == 3)
+    assert order == ["a", "a", "b"]
+    # A thread of a third tenant waits like the tasks, and gives up.
+    with pytest.raises(TimeoutError), slots.hold("c", 0.01):
+        raise AssertionError
+    # A task that gives up leaves its place to others.
+    tasks[2].cancel()
+    may_end.set()
+    await asyncio.wait(tasks)
+    assert sorted(order) == ["a", "a", "a", "b", "b"]
+    for _ in range(4):
+        with slots.hold("c", 0):
+            assert slots._used.total() == 1
+    assert not (slots._used or slots._waiting)
+
+
+async def test_slot_goes_to_the_tenant_that_has_the_fewest() -> None:
+    slots = TenantSlots(2, 2)
+    order: list[str] = []
+    gates = {name: asyncio.Event() for name in ("a1", "a2", "a3", "b1")}
+
+    async def work(name: str) -> None:
+        async with slots.hold_in_task(name[0]):
+            order.append(name)
+            await gates[name].wait()
+
+    tasks = [asyncio.create_task(work(name)) for name in gates]
+    await wait_for(lambda: len(order) == 2)
+    gates["a1"].set()
+    await wait_for(lambda: len(order) == 3)
+    assert order == ["a1", "a2", "b1"]
+    for gate in gates.values():
+        gate.set()
+    await asyncio.gather(*tasks)
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)

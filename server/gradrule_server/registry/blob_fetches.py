@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gradrule_server.concurrency import run_in_own_thread
-
-_MAX_FETCHES = 8
+from gradrule_server.concurrency import TenantSlots, run_in_own_thread
+from gradrule_server.registry.stored_blobs import BlobKey
 
 
 @dataclass(slots=True, eq=False)
@@ -20,13 +19,17 @@ class _Fetch:
 
 
 class BlobFetches:
-    """The running fetches. Belongs to the event loop that calls `fetch` first."""
+    """The running fetches. Belongs to the event loop that calls `fetch` first.
 
-    def __init__(self) -> None:
-        self._running: dict[Hashable, _Fetch] = {}
-        self._slots = asyncio.Semaphore(_MAX_FETCHES)
+    Args:
+        slots: Limits the fetches that run at a time; a tenant is named by its folder.
+    """
 
-    async def fetch(self, key: Hashable, download: Callable[[threading.Event], None]) -> None:
+    def __init__(self, slots: TenantSlots) -> None:
+        self._running: dict[BlobKey, _Fetch] = {}
+        self._slots = slots
+
+    async def fetch(self, key: BlobKey, download: Callable[[threading.Event], None]) -> None:
         """Waits until a blob is fetched. Raises what `download` raises.
 
         Args:
@@ -36,7 +39,7 @@ class BlobFetches:
         running = self._running.get(key)
         if running is None:
             is_unwanted = threading.Event()
-            task = asyncio.create_task(self._run(download, is_unwanted), name="fetch-blob")
+            task = asyncio.create_task(self._run(key[0], download, is_unwanted), name="fetch-blob")
             running = self._running[key] = _Fetch(task, is_unwanted)
             task.add_done_callback(lambda done: self._forget(key, running, done))
         running.waiters += 1
@@ -50,14 +53,16 @@ class BlobFetches:
                 # Who asks for the blob from now on needs a fetch that is not about to end.
                 self._forget(key, running)
 
-    def _forget(self, key: Hashable, fetch: _Fetch, done: asyncio.Task[None] | None = None) -> None:
+    def _forget(self, key: BlobKey, fetch: _Fetch, done: asyncio.Task[None] | None = None) -> None:
         if self._running.get(key) is fetch:
             del self._running[key]
         if done is not None and not done.cancelled():
             # Without waiters nobody else reads the exception, and asyncio would log it.
             done.exception()
 
-    async def _run(self, download: Callable[[threading.Event], None], is_unwanted: threading.Event) -> None:
-        async with self._slots:
+    async def _run(
+        self, folder: str, download: Callable[[threading.Event], None], is_unwanted: threading.Event
+    ) -> None:
+        async with self._slots.hold_in_task(folder):
             if not is_unwanted.is_set():
                 await run_in_own_thread("fetch-blob", lambda: download(is_unwanted))

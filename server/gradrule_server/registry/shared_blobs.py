@@ -22,7 +22,7 @@ from typing import Self, TypeVar
 from sqlalchemy import Connection
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.concurrency import PeriodicChecks, RepeatedWarning, run_in_own_thread
+from gradrule_server.concurrency import PeriodicChecks, RepeatedWarning, TenantSlots, run_in_own_thread
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy import missing_blobs
 from gradrule_server.policy.faults import BLOB_NAME
@@ -46,8 +46,10 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_TRANSFERS = 8
+"""Number of uploads to the object store that run at a time, and of fetches."""
+
 _PIECE_BYTES = 8 << 20
-_MAX_UPLOADS = 8
 _WAIT_FOR_UPLOADS_S = 60.0
 # Other servers discard uploads without a sign of life, see `stored_blobs`.
 _SIGN_OF_LIFE_S = 20.0
@@ -65,15 +67,15 @@ class _Shared:
         usage: The amount of each folder, as last seen.
     """
 
-    def __init__(self, objects: ObjectStore, index: StoredBlobs) -> None:
+    def __init__(self, objects: ObjectStore, index: StoredBlobs, tenant_transfers: int) -> None:
         self.objects = objects
         self.index = index
         self.registry_id = index.registry_id()
-        self.fetches = BlobFetches()
+        self.fetches = BlobFetches(TenantSlots(MAX_TRANSFERS, tenant_transfers))
         self.lock = threading.Lock()
         self.uses: dict[BlobKey, int] = {}
         self.restored: Sequence[tuple[str, str, Sequence[str]]] | None = ()
-        self.upload_slots = threading.BoundedSemaphore(_MAX_UPLOADS)
+        self.upload_slots = TenantSlots(MAX_TRANSFERS, tenant_transfers)
         self.usage = index.usage()
         self.warning = RepeatedWarning(_log)
 
@@ -106,13 +108,21 @@ class SharedBlobStore(BlobStore):
         cache_bytes: Bytes that the cache may take on the disk.
         objects: The object store.
         index: The index of the object store.
+        tenant_transfers: Number of uploads of one tenant that run at a time, and of fetches.
     """
 
     is_shared = True
 
-    def __init__(self, folder: Path, cache_bytes: int, objects: ObjectStore, index: StoredBlobs) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        cache_bytes: int,
+        objects: ObjectStore,
+        index: StoredBlobs,
+        tenant_transfers: int = MAX_TRANSFERS,
+    ) -> None:
         super().__init__(folder, cache_bytes, bytes_setting=CACHE_SETTING)
-        self._shared = _Shared(objects, index)
+        self._shared = _Shared(objects, index, tenant_transfers)
         self._limit = index.limit
 
     def for_tenant(self, tenant: str, capacity: int | None = None, count: int = sys.maxsize) -> Self:
@@ -162,18 +172,20 @@ class SharedBlobStore(BlobStore):
 
     def publish(self, name: str, path: Path, length: int) -> None:
         shared = self._shared
-        if not shared.upload_slots.acquire(timeout=_WAIT_FOR_UPLOADS_S):
-            raise error(
-                errors_pb2.ERROR_REASON_UNAVAILABLE,
-                f"{_MAX_UPLOADS} other uploads to the object store have not ended; try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        try:
-            self._publish(name, path, length)
-        finally:
-            shared.upload_slots.release()
-            with contextlib.suppress(GradruleError):
-                shared.usage = shared.index.usage()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(shared.upload_slots.hold(self.folder_name, _WAIT_FOR_UPLOADS_S))
+            except TimeoutError as cause:
+                raise error(
+                    errors_pb2.ERROR_REASON_UNAVAILABLE,
+                    "other uploads to the object store have not ended; try again later",
+                    retry_after_s=_RETRY_AFTER_S,
+                ) from cause
+            try:
+                self._publish(name, path, length)
+            finally:
+                with contextlib.suppress(GradruleError):
+                    shared.usage = shared.index.usage()
 
     def _publish(self, name: str, path: Path, length: int) -> None:
         shared, index = self._shared, self._shared.index
@@ -412,7 +424,13 @@ class SharedBlobStore(BlobStore):
 
 
 def open_shared_blobs(
-    url: str, data_dir: Path, cache_bytes: int, database: Database, limit: BlobAmount
+    url: str,
+    data_dir: Path,
+    cache_bytes: int,
+    database: Database,
+    limit: BlobAmount,
+    *,
+    tenant_transfers: int = MAX_TRANSFERS,
 ) -> SharedBlobStore:
     """Opens an object store for blobs, and its index in the registry. Moves blobs of the data folder there.
 
@@ -422,6 +440,7 @@ def open_shared_blobs(
         cache_bytes: Bytes that the cache may take on the disk.
         database: The registry's database.
         limit: The amount of blobs that all tenants may have.
+        tenant_transfers: Number of uploads of one tenant that run at a time, and of fetches.
 
     Raises:
         StoreError: The object store cannot be used, or belongs to another registry.
@@ -437,7 +456,7 @@ def open_shared_blobs(
                 objects.url,
             )
         is_lost = not is_new and index.is_empty()
-        blobs = SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, index)
+        blobs = SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, index, tenant_transfers)
         if is_lost:
             blobs.compare_objects()
         blobs.adopt_folder(data_dir / BLOBS)

@@ -182,10 +182,14 @@ class Settings(
         own: int | None = getattr(self, _RESOURCES[resource].tenant_setting)
         if own is not None:
             return own
+        return self.tenant_share_of(self.server_limit(resource))
+
+    def tenant_share_of(self, limit: int) -> int:
+        """Returns each tenant's share of a limit of the server."""
         share = self.tenant_share
         if share == "auto":
             share = 1.0 if self.is_open else 0.25
-        return max(1, int(self.server_limit(resource) * share))
+        return max(1, int(limit * share))
 
     def graph_limits(self) -> dict[str, Any]:
         """Returns the limits on graphs by their names in `limits.Limits`."""

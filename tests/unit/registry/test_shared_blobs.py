@@ -148,6 +148,37 @@ async def test_few_fetches_run_at_a_time(servers: Servers, monkeypatch: pytest.M
     assert 1 < most <= 8
 
 
+async def test_slow_transfers_of_a_tenant_do_not_hold_up_others(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada = servers.open("ada").for_tenant("slow")
+    names = [put(ada, bytes([number])) for number in range(10)]
+    other = put(servers.open("third"), WEIGHTS)
+    grace = open_blobs(servers.store, servers.path / "grace", servers.url, tenant_transfers=2)
+    may_go_on = threading.Event()
+
+    def slow(self: FolderObjects, key: str, *arguments: Any) -> Any:
+        if key.startswith("tenant-"):
+            may_go_on.wait(20)
+        return (store if len(arguments) == 1 else read)(self, key, *arguments)
+
+    read, store = patched(monkeypatch, "read", slow), patched(monkeypatch, "put", slow)
+    theirs = grace.for_tenant("slow")
+    fetches = [asyncio.create_task(content(theirs, name)) for name in names]
+    uploads = [threading.Thread(target=put, args=(theirs, bytes([200 + number]))) for number in range(10)]
+    for upload in uploads:
+        upload.start()
+    assert await content(grace, other) == WEIGHTS
+    await asyncio.to_thread(put, grace, b"other")
+    assert not any(fetch.done() for fetch in fetches)
+    assert all(upload.is_alive() for upload in uploads)
+    may_go_on.set()
+    assert await asyncio.gather(*fetches) == [bytes([number]) for number in range(10)]
+    for upload in uploads:
+        await asyncio.to_thread(upload.join, 20)
+    assert theirs.held_count == 20
+
+
 async def test_fetch_ends_when_nobody_waits_and_leaves_nothing(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
