@@ -113,7 +113,7 @@ async def serve(settings: Settings) -> None:
         )
         warm_up = assembly.create_warm_up(settings, pool, tenants)
         await operations.start(
-            assembly.create_sources(settings, loaded, tenants, admission, store),
+            assembly.create_sources(settings, loaded, tenants, admission, store, blobs),
             # The HTTP gateway starts after the first engine.
             is_ready=lambda: grpc_server.is_ready and started.is_set(),
         )

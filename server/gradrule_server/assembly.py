@@ -238,7 +238,12 @@ def operations_settings(settings: Settings) -> OperationsSettings:
 
 
 def create_sources(
-    settings: Settings, loaded: LoadedPrograms, tenants: Tenants, admission: Admission, store: Store
+    settings: Settings,
+    loaded: LoadedPrograms,
+    tenants: Tenants,
+    admission: Admission,
+    store: Store,
+    blob_store: BlobStore,
 ) -> Sources:
     """Returns what metrics and status read."""
     limits = {resource.name: settings.tenant_limit(resource.name) for resource in TENANT_RESOURCES}
@@ -280,6 +285,7 @@ def create_sources(
         tensorflow_version=lambda: loaded.pool.greeting.tensorflow_version,
         version=__version__,
         registry=registry,
+        blob_cache=blob_store.cache_use,
     )
 
 

@@ -18,7 +18,7 @@ from prometheus_client.utils import floatToGoString
 from gradrule_server.limits import REPORTED_RESOURCES
 from gradrule_server.link.monitor import EngineStatus
 from gradrule_server.operations.request_record import UNKNOWN_TENANT, RequestRecord
-from gradrule_server.operations.status import Snapshot, WorkerStatus
+from gradrule_server.operations.status import BlobCache, Snapshot, WorkerStatus
 
 Labels = tuple[str, ...]
 
@@ -223,6 +223,7 @@ class StateCollector(Collector):
             yield from _workers(snapshot.workers)
             yield from self._tenants_metrics(snapshot)
             yield from _caches(snapshot)
+            yield from _blob_cache(snapshot.blob_cache)
             yield _gauge("requests_in_flight", "Requests in the server.", snapshot.queue.in_flight)
             yield _gauge("requests_in_flight_limit", "Most requests at a time.", snapshot.queue.max_in_flight)
             yield _gauge("quarantined_programs", "Programs in quarantine.", len(snapshot.quarantined))
@@ -275,6 +276,18 @@ def _caches(snapshot: Snapshot) -> Iterator[Metric]:
         entries.add_metric([cache.name], cache.entries)
         held_bytes.add_metric([cache.name], cache.held_bytes)
     yield from (entries, held_bytes)
+
+
+def _blob_cache(cache: BlobCache) -> Iterator[Metric]:
+    for name, text, value in (
+        ("hits", "Blobs that calls needed and that were in the cache.", cache.hits),
+        ("fetches", "Blobs that were fetched from the object store.", cache.fetches),
+        ("fetch_failures", "Fetches from the object store that failed.", cache.failures),
+        ("fetched_bytes", "Bytes that were fetched from the object store.", cache.fetched_bytes),
+        ("fetch_seconds", "Seconds that fetches from the object store took.", cache.fetch_s),
+    ):
+        yield CounterMetricFamily(f"gradrule_blob_cache_{name}", text, value=value)
+    yield _gauge("blob_cache_bytes", "Disk space of the cache of blobs.", cache.held_bytes)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -109,6 +109,29 @@ class QueueStatus:
     max_in_flight: int
 
 
+class BlobCache(Protocol):
+    """The files of blobs in an object store, and fetches since the start."""
+
+    @property
+    def hits(self) -> int:
+        """Blobs that calls needed, and that had a file."""
+        ...
+
+    @property
+    def fetches(self) -> int: ...
+    @property
+    def failures(self) -> int:
+        """Fetches that failed."""
+        ...
+
+    @property
+    def fetched_bytes(self) -> int: ...
+    @property
+    def fetch_s(self) -> float: ...
+    @property
+    def held_bytes(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RegistryStatus:
     """The database of rules and programs, and where blobs are.
@@ -144,6 +167,7 @@ class Sources:
     tensorflow_version: Callable[[], str]
     version: str
     registry: Callable[[], RegistryStatus]
+    blob_cache: Callable[[], BlobCache]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +184,7 @@ class Snapshot:
     caches: Sequence[CacheStatus]
     quarantined: Sequence[Quarantined]
     registry: RegistryStatus
+    blob_cache: BlobCache
 
 
 def take_snapshot(sources: Sources) -> Snapshot:
@@ -177,6 +202,7 @@ def take_snapshot(sources: Sources) -> Snapshot:
         sources.caches(),
         sources.quarantined(),
         sources.registry(),
+        sources.blob_cache(),
     )
 
 

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -51,6 +52,27 @@ DAMAGED = ".damaged-"
 _BLOCK = 4096
 # Shortest time between two updates of the stored time of the last use.
 _STORE_USE_EVERY_NS = 60 * 10**9
+
+
+@dataclass(slots=True)
+class BlobCacheUse:
+    """How the files of an object store's blobs were used since the start; all 0 without an object store.
+
+    Attributes:
+        hits: Blobs that calls needed, and that had a file.
+        fetches: Blobs that were fetched.
+        failures: Fetches that failed.
+        fetched_bytes: Bytes that were fetched, also by fetches that failed.
+        fetch_s: Seconds that the fetches took.
+        held_bytes: Bytes that the files take on the disk now.
+    """
+
+    hits: int = 0
+    fetches: int = 0
+    failures: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    held_bytes: int = 0
 
 
 def folder_name(tenant: str) -> str:
@@ -123,6 +145,10 @@ class BlobStore:
     def folder(self) -> Path:
         """The tenant's folder, which may not exist yet."""
         return self._folder
+
+    def cache_use(self) -> BlobCacheUse:
+        """Returns how the cache of an object store is used by all tenants."""
+        return BlobCacheUse()
 
     @property
     def held_bytes(self) -> int:
@@ -420,6 +446,11 @@ class Upload:
                 while rest:
                     rest = rest[self._file.write(rest) :]
 
+    @property
+    def is_valid(self) -> bool:
+        """Whether the bytes that were written have the hash in the blob's name."""
+        return self._hash.hexdigest() == self._name
+
     def finish(self) -> int:
         """Stores the blob and returns its size. Raises BLOB_MISMATCH if the bytes have another hash."""
         with self._lock:
@@ -429,7 +460,7 @@ class Upload:
     def _finish(self) -> None:
         if self._path is None:
             return
-        if self._hash.hexdigest() != self._name:
+        if not self.is_valid:
             raise error(
                 errors_pb2.ERROR_REASON_BLOB_MISMATCH,
                 f"the {self._size} received bytes have the SHA-256 {self._hash.hexdigest()}, not {self._name}",

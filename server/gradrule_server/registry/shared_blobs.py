@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
-import hashlib
 import logging
 import sys
 import threading
@@ -28,7 +28,7 @@ from gradrule_server.policy import missing_blobs
 from gradrule_server.policy.faults import BLOB_NAME
 from gradrule_server.registry.blob_fetches import BlobFetches
 from gradrule_server.registry.blob_index import CACHE_SETTING, BlobAmount, BlobFile, quota_exceeded
-from gradrule_server.registry.blobs import BlobStore, Upload, disk_full, folder_name, valid_names
+from gradrule_server.registry.blobs import BlobCacheUse, BlobStore, Upload, disk_full, folder_name, valid_names
 from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS, DISK_FULL_ERRORS, StoreError
 from gradrule_server.registry.database import Database
 from gradrule_server.registry.object_store import (
@@ -65,6 +65,7 @@ class _Shared:
         uses: The times of last uses that are not in the index yet, microseconds since 1970.
         restored: What `follow_restore` has noted; empty at the start, None: the index was compared with the objects.
         usage: The amount of each folder, as last seen.
+        cache_use: How the cache was used; `held_bytes` is not set.
     """
 
     def __init__(self, objects: ObjectStore, index: StoredBlobs, tenant_transfers: int) -> None:
@@ -77,12 +78,25 @@ class _Shared:
         self.restored: Sequence[tuple[str, str, Sequence[str]]] | None = ()
         self.upload_slots = TenantSlots(MAX_TRANSFERS, tenant_transfers)
         self.usage = index.usage()
+        self.cache_use = BlobCacheUse()
         self.warning = RepeatedWarning(_log)
 
     def take_uses(self) -> dict[BlobKey, int]:
         with self.lock:
             uses, self.uses = self.uses, {}
         return uses
+
+    @contextlib.contextmanager
+    def counted_fetch(self) -> Iterator[None]:
+        """Counts the time of a fetch, and a failure if it raises an error."""
+        started, failures = time.monotonic(), 1
+        try:
+            yield
+            failures = 0
+        finally:
+            with self.lock:
+                self.cache_use.fetch_s += time.monotonic() - started
+                self.cache_use.failures += failures
 
     @contextlib.contextmanager
     def reaching_objects(self) -> Iterator[None]:
@@ -147,6 +161,10 @@ class SharedBlobStore(BlobStore):
     @property
     def _used(self) -> BlobAmount:
         return self._shared.usage.get(self.folder_name, BlobAmount())
+
+    def cache_use(self) -> BlobCacheUse:
+        with self._shared.lock:
+            return dataclasses.replace(self._shared.cache_use, held_bytes=self._index.used.size)
 
     def missing(self, names: Iterable[str]) -> list[str]:
         wanted = valid_names(names)
@@ -230,6 +248,13 @@ class SharedBlobStore(BlobStore):
         # Not in the threads of `asyncio.to_thread`: a slow object store would leave none for other work.
         return await run_in_own_thread("blob-upload", function)
 
+    async def acquire(self, names: Iterable[str]) -> None:
+        wanted = list(names)
+        hits = sum(name in self._own.files for name in wanted)
+        with self._shared.lock:
+            self._shared.cache_use.hits += hits
+        await super().acquire(wanted)
+
     async def _provide(self, names: Sequence[str]) -> None:
         # Once more, because a file of the cache may turn out to be damaged.
         for is_last in (False, True):
@@ -262,18 +287,20 @@ class SharedBlobStore(BlobStore):
 
     def _download(self, name: str, blob: StoredBlob, is_unwanted: threading.Event) -> None:
         """Copies a blob into the cache. Raises BLOB_NOT_FOUND if its object is damaged or missing."""
-        with self._shared.reaching_objects():
+        with self._shared.counted_fetch(), self._shared.reaching_objects():
             for _ in range(_READ_ATTEMPTS):
                 incoming = Upload(self, name, is_copy=True)
                 try:
-                    digest = hashlib.sha256()
                     for piece in read_object(self._shared.objects, blob.object, blob.length):
                         if is_unwanted.is_set():
                             return
                         incoming.write(piece)
-                        digest.update(piece)
-                    if digest.hexdigest() == name:
+                        with self._shared.lock:
+                            self._shared.cache_use.fetched_bytes += len(piece)
+                    if incoming.is_valid:
                         incoming.finish()
+                        with self._shared.lock:
+                            self._shared.cache_use.fetches += 1
                         return
                 except ObjectNotFoundError:
                     problem = "is missing"
@@ -283,7 +310,7 @@ class SharedBlobStore(BlobStore):
             else:
                 problem = "is damaged: its bytes do not have the SHA-256 in its name"
             self._discard(name, blob, problem)
-        raise missing_blobs([name])
+            raise missing_blobs([name])
 
     def _discard(self, name: str, blob: StoredBlob, problem: str) -> None:
         """Removes a blob whose object cannot be used, unless it has another object by now."""

@@ -15,6 +15,7 @@ from gradrule_server.operations.status import (
     Sources,
     TenantUsage,
 )
+from gradrule_server.registry.blobs import BlobCacheUse
 
 ENGINE = EngineStatus(
     index=0,
@@ -99,4 +100,5 @@ def sources(
         tensorflow_version=lambda: "2.21.0",
         version="1.2.3",
         registry=lambda: registry,
+        blob_cache=lambda: BlobCacheUse(hits=5, fetches=3, failures=1, fetched_bytes=100, fetch_s=0.5, held_bytes=70),
     )

@@ -69,6 +69,9 @@ def test_gauges_show_the_last_state() -> None:
     assert [value(metrics, name) for name in figures] == [3, 2, 1, 1 << 20]
     assert value(metrics, "requests_in_flight") == 4
     assert value(metrics, "cache_bytes", cache="programs") == 1000
+    blobs = ("hits_total", "fetches_total", "fetch_failures_total", "fetched_bytes_total", "fetch_seconds_total")
+    assert [value(metrics, f"blob_cache_{name}") for name in blobs] == [5, 3, 1, 100, 0.5]
+    assert value(metrics, "blob_cache_bytes") == 70
     assert value(metrics, "rules", tenant="default") == 6
     assert value(metrics, "quarantines_total") == 1
     assert value(metrics, "quarantined_programs") == 1

@@ -240,6 +240,19 @@ async def test_cached_blobs_work_while_the_object_store_hangs_or_is_away(
     assert grace.missing([cached, other, third]) == []
 
 
+async def test_use_of_the_cache_is_counted(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, other = put(servers.open("ada"), WEIGHTS), put(servers.open("ada"), b"other")
+    grace = servers.open("grace")
+    for _ in range(3):
+        await content(grace, name)
+    with monkeypatch.context() as patch:
+        patched(patch, "read", lambda *_: b"")
+        await failure(content(grace, other))
+    found = grace.cache_use()
+    assert (found.hits, found.fetches, found.failures, found.fetched_bytes, found.held_bytes) == (2, 1, 1, 7, PAGE)
+    assert found.fetch_s > 0
+
+
 async def test_damaged_object_is_missing_until_it_is_uploaded_again(
     servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
