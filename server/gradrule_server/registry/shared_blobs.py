@@ -53,6 +53,7 @@ _PIECE_BYTES = 8 << 20
 _WAIT_FOR_UPLOADS_S = 60.0
 # Other servers discard uploads without a sign of life, see `stored_blobs`.
 _SIGN_OF_LIFE_S = 20.0
+_DELETED_BY_UPLOAD = 8
 # A blob whose bytes are wrong is read once more, because they may have been damaged on their way.
 _READ_ATTEMPTS = 2
 _RETRY_AFTER_S = 1.0
@@ -217,7 +218,8 @@ class SharedBlobStore(BlobStore):
         is_stored = False
         try:
             with PeriodicChecks(_SIGN_OF_LIFE_S, lambda: self._record_upload(key)), shared.reaching_objects():
-                self._delete(removed)
+                # The periodic check of a server deletes the others: the caller must not wait for thousands.
+                self._delete(removed[:_DELETED_BY_UPLOAD])
                 try:
                     shared.objects.put(key, path)
                 except OSError as cause:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -40,6 +41,8 @@ from gradrule_server.policy import missing_blobs
 from gradrule_server.registry.blob_index import BlobAmount, quota_exceeded
 from gradrule_server.registry.database import Database
 from gradrule_server.registry.schema import meta, programs
+
+T = TypeVar("T")
 
 STORED = "stored"
 """The state of an object whose blob servers find."""
@@ -86,6 +89,7 @@ _needs = Table(
 _BLOCK = 4096
 _CHUNK = 1000
 _PAGE = 500
+_STATES = 10_000
 # After this time without a sign of life, the server of an upload is gone.
 _UPLOAD_LOST_US = 120 * 10**6
 # The server that marked an object deletes it within this time; other servers delete it later.
@@ -206,8 +210,8 @@ class StoredBlobs:
 
     def mark_deleted(self, keys: Sequence[str]) -> None:
         """Marks objects of stored blobs for deletion, because they are damaged or missing."""
-        with self._database.write() as connection:
-            for some in _chunks(keys):
+        for some in _chunks(keys):
+            with self._database.write() as connection:
                 is_meant = _blobs.c.object.in_(some) & (_blobs.c.state == STORED)
                 values = {"state": _DELETED, "last_use_us": _now_us(connection)}
                 connection.execute(update(_blobs).where(is_meant).values(values))
@@ -243,25 +247,27 @@ class StoredBlobs:
 
     def record_uses(self, uses: Mapping[BlobKey, int]) -> None:
         """Stores the times of last uses, microseconds since 1970 by the clock of this machine."""
-        if not uses:
-            return
-        with self._database.write() as connection:
-            # Clocks of servers may differ.
-            offset_us = _now_us(connection) - time.time_ns() // 1000
-            connection.execute(
-                update(_blobs)
-                .where(
-                    _blobs.c.folder == bindparam("in_folder"),
-                    _blobs.c.name == bindparam("of_name"),
-                    _blobs.c.state == STORED,
-                    _blobs.c.last_use_us < bindparam("used_us"),
-                )
-                .values(last_use_us=bindparam("used_us")),
-                [
-                    {"in_folder": folder, "of_name": name, "used_us": used_us + offset_us}
-                    for (folder, name), used_us in uses.items()
-                ],
+        statement = (
+            update(_blobs)
+            .where(
+                _blobs.c.folder == bindparam("in_folder"),
+                _blobs.c.name == bindparam("of_name"),
+                _blobs.c.state == STORED,
+                _blobs.c.last_use_us < bindparam("used_us"),
             )
+            .values(last_use_us=bindparam("used_us"))
+        )
+        for some in _chunks(list(uses.items())):
+            with self._database.write() as connection:
+                # Clocks of servers may differ.
+                offset_us = _now_us(connection) - time.time_ns() // 1000
+                connection.execute(
+                    statement,
+                    [
+                        {"in_folder": folder, "of_name": name, "used_us": used_us + offset_us}
+                        for (folder, name), used_us in some
+                    ],
+                )
 
     def need(self, connection: Connection, tenant: str, program_id: str, folder: str, names: Sequence[str]) -> None:
         """Records which blobs a program needs, in the transaction that stores the program.
@@ -291,8 +297,10 @@ class StoredBlobs:
             for name in names
             if (tenant, program_id, name) not in known
         ]
-        if not rows:
-            return
+        for some in _chunks(rows):
+            self._add_needs(some)
+
+    def _add_needs(self, rows: Sequence[Mapping[str, str]]) -> None:
         with self._database.write() as connection:
             for row in rows:
                 is_stored = exists().where(programs.c.tenant == row["tenant"], programs.c.id == row["program_id"])
@@ -320,23 +328,35 @@ class StoredBlobs:
         lost = [key for key, state in before.items() if state == STORED and key not in found and is_missing(key)]
         # Mark them first: an object that is there may have the same blob.
         self.mark_deleted(lost)
-        found = {key: found[key] for key in found.keys() - before.keys()}
-        if not found:
-            return 0, len(lost)
-        rows = []
+        # Not all in one transaction: other servers wait meanwhile, and the time of a statement is limited.
+        added = sum(
+            self._adopt([(key, *found[key]) for key in some]) for some in _chunks(sorted(found.keys() - before.keys()))
+        )
+        return added, len(lost)
+
+    def _adopt(self, objects: Sequence[tuple[str, BlobKey, int]]) -> int:
+        """Adds objects without rows: key, blob and size; returns the number of blobs that are stored now."""
         with self._database.write() as connection:
             now_us = _now_us(connection)
-            query = select(_blobs.c.folder, _blobs.c.name).where(_blobs.c.state == STORED)
-            known = {(row.folder, row.name) for row in connection.execute(query)}
-            for key in found.keys() - set(connection.execute(select(_blobs.c.object)).scalars()):
-                (folder, name), length = found[key]
+            query = select(_blobs.c.object).where(_blobs.c.object.in_([key for key, _, _ in objects]))
+            keys = set(connection.execute(query).scalars())
+            names = [name for _, (_, name), _ in objects]
+            query_of_names = select(_blobs.c.folder, _blobs.c.name).where(
+                _blobs.c.name.in_(names), _blobs.c.state == STORED
+            )
+            known = {(row.folder, row.name) for row in connection.execute(query_of_names)}
+            rows: list[dict[str, object]] = []
+            for key, (folder, name), length in objects:
+                if key in keys:
+                    continue
                 # A blob may have two objects, if two servers stored it at the same time and were killed.
                 state = _DELETED if (folder, name) in known else STORED
                 known.add((folder, name))
-                rows.append(_row(key, folder, name, length, state, now_us))
+                # Different times: many rows with one time could not be read in their order by the database's index.
+                rows.append(_row(key, folder, name, length, state, now_us - len(rows)))
             if rows:
                 connection.execute(insert(_blobs), rows)
-        return sum(row["state"] == STORED for row in rows), len(lost)
+        return sum(row["state"] == STORED for row in rows)
 
 
 def _row(key: str, folder: str, name: str, length: int, state: str, now_us: int) -> dict[str, object]:
@@ -373,7 +393,14 @@ def object_states(connection: Connection) -> dict[str, str]:
     """Returns the state of each object in the index; none if the registry has no index."""
     if not inspect(connection).has_table(_blobs.name):
         return {}
-    return {row.object: row.state for row in connection.execute(select(_blobs.c.object, _blobs.c.state))}
+    query = select(_blobs.c.object, _blobs.c.state).order_by(_blobs.c.object).limit(_STATES)
+    states: dict[str, str] = {}
+    last = ""
+    # The time of a statement is limited.
+    while page := connection.execute(query.where(_blobs.c.object > last)).all():
+        states.update((row.object, row.state) for row in page)
+        last = page[-1].object
+    return states
 
 
 def counted_bytes(length: int) -> int:
@@ -393,7 +420,7 @@ def _now_us(connection: Connection) -> int:
     return time.time_ns() // 1000
 
 
-def _chunks(items: Sequence[str]) -> Iterator[Sequence[str]]:
+def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
     # Databases limit the number of parameters of a statement.
     for start in range(0, len(items), _CHUNK):
         yield items[start : start + _CHUNK]

@@ -632,6 +632,37 @@ def test_object_that_is_deleted_while_objects_are_listed_is_not_entered_again(
     assert grace.missing([name]) == [name]
 
 
+def test_many_objects_are_entered_in_several_transactions(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One insert of 100,000 rows exceeds the time that PostgreSQL may take for a statement.
+    for name in ("_CHUNK", "_STATES"):
+        monkeypatch.setattr(f"gradrule_server.registry.stored_blobs.{name}", 7)
+    ada = servers.open("ada")
+    names = [put(ada, bytes([number])) for number in range(30)]
+    index, writes = ada._shared.index, []
+    write = index._database.write
+    monkeypatch.setattr(index._database, "write", lambda: writes.append(1) or write())
+    servers.execute("DELETE FROM stored_blobs")
+    listed = [*ada.objects.iterate(), *((f"default/{name}-{'0' * 32}", 1) for name in names)]
+    writes.clear()
+    assert index.compare(listed, lambda _: True) == (30, 0)
+    assert len(writes) == 9
+    assert ada.missing(names) == []
+    assert set(servers.query("SELECT count(*) FROM stored_blobs GROUP BY state")) == {30}
+    assert index.compare([], lambda _: True) == (0, 30)
+    assert ada.missing(names) == names
+
+
+def test_upload_that_displaces_many_blobs_deletes_only_some_objects_itself(servers: Servers) -> None:
+    ada = servers.open("ada", capacity=20 * PAGE)
+    for number in range(20):
+        put(ada, bytes([number]))
+    put(ada, b"x" * 20 * PAGE)
+    assert len(servers.objects) == 20 - 8 + 1
+    servers.execute("UPDATE stored_blobs SET last_use_us = 1 WHERE state = 'deleted'")
+    ada.maintain()
+    assert len(servers.objects) == 1
+
+
 def test_second_object_of_a_blob_is_deleted(servers: Servers) -> None:
     put(servers.open("ada"), WEIGHTS)
     [file] = servers.objects
