@@ -638,9 +638,14 @@ def test_many_objects_are_entered_in_several_transactions(servers: Servers, monk
         monkeypatch.setattr(f"gradrule_server.registry.stored_blobs.{name}", 7)
     ada = servers.open("ada")
     names = [put(ada, bytes([number])) for number in range(30)]
-    index, writes = ada._shared.index, []
-    write = index._database.write
-    monkeypatch.setattr(index._database, "write", lambda: writes.append(1) or write())
+    index, write = ada._shared.index, servers.store.database.write
+    writes: list[object] = []
+
+    def counted() -> Any:
+        writes.append(None)
+        return write()
+
+    monkeypatch.setattr(servers.store.database, "write", counted)
     servers.execute("DELETE FROM stored_blobs")
     listed = [*ada.objects.iterate(), *((f"default/{name}-{'0' * 32}", 1) for name in names)]
     writes.clear()
