@@ -11,8 +11,9 @@ which keeps the replica busy. Uses SimPy.
 from __future__ import annotations
 
 import argparse
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+import functools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,8 @@ class Outcome:
 
     Attributes:
         hit_rate: Share of requests whose program was compiled already.
+        is_overloaded: Whether more than 1 % of the requests of the last quarter were added to the queues. Times then
+            have no meaning, because they depend on the number of requests.
         p50_s: Median of the time from arrival to answer, seconds.
         p99_s: 99th percentile of this time, seconds.
         busy: Share of time that replicas were busy, with compiling, until the last arrival.
@@ -63,6 +66,7 @@ class Outcome:
     """
 
     hit_rate: float
+    is_overloaded: bool
     p50_s: float
     p99_s: float
     busy: float
@@ -73,29 +77,33 @@ class Replica:
     """Runs requests in order, one at a time, and keeps the most recently used compiled programs."""
 
     def __init__(self, environment: simpy.Environment, cluster: Cluster) -> None:
-        self._cluster = cluster
+        self.compile_s = 0.0
+        self._cached = cluster.cached
         self._environment = environment
         self._engine = simpy.Resource(environment, capacity=1)
         self._compiled: OrderedDict[int, None] = OrderedDict()
         self.queued = 0
+        self.queued_of: Counter[int] = Counter()
         self.requests = 0
         self.busy_s = 0.0
 
     def call(self, program: int, run_s: float) -> Generator[Any, Any, bool]:
         """Runs one request; its value is whether the program was compiled already."""
         self.queued += 1
+        self.queued_of[program] += 1
         self.requests += 1
         with self._engine.request() as turn:
             yield turn
             is_hit = program in self._compiled
             self._compiled[program] = None
             self._compiled.move_to_end(program)
-            if len(self._compiled) > self._cluster.cached:
+            if len(self._compiled) > self._cached:
                 self._compiled.popitem(last=False)
-            duration = run_s + (0.0 if is_hit else self._cluster.compile_s)
+            duration = run_s + (0.0 if is_hit else self.compile_s)
             yield self._environment.timeout(duration)
         self.busy_s += duration
         self.queued -= 1
+        self.queued_of[program] -= 1
         return is_hit
 
 
@@ -113,12 +121,15 @@ def shorter_queue(replicas: Sequence[Replica], _: int, rng: np.random.Generator)
     return first if first.queued <= second.queued else second
 
 
+@functools.cache
+def first_replica(program: int, replicas: int) -> int:
+    """Returns the replica that a hash of the program and the replica ranks first (rendezvous hashing)."""
+    return preferred(str(program), [(index, str(index), 0) for index in range(replicas)], 1)[0]
+
+
 def by_digest(replicas: Sequence[Replica], program: int, _: np.random.Generator) -> Replica:
-    """Chooses the replica that a hash of the program and the replica ranks first (rendezvous hashing)."""
-    key = (program, len(replicas))
-    if key not in _first:
-        _first[key] = preferred(str(program), [(index, str(index), 0) for index in range(len(replicas))], 1)[0]
-    return replicas[_first[key]]
+    """Chooses the program's first replica."""
+    return replicas[first_replica(program, len(replicas))]
 
 
 def by_digest_unless_busy(min_bound: int) -> Placement:
@@ -138,21 +149,47 @@ def by_digest_unless_busy(min_bound: int) -> Placement:
     return place
 
 
+def by_digest_unless_busy_with_program(min_bound: int, max_bound: int) -> Placement:
+    """Returns a placement that counts requests of the same program: `gradrule.ray` does not have it.
+
+    Args:
+        min_bound: Requests of the program that a replica may have in any case before the next one is tried.
+        max_bound: Requests of other programs that make a replica busy for this one, too.
+    """
+
+    def place(replicas: Sequence[Replica], program: int, rng: np.random.Generator) -> Replica:
+        def load(replica: Replica) -> int:
+            is_busy = replica.queued_of[program] >= min_bound or replica.queued >= max_bound
+            return replica.queued if is_busy else min(replica.queued, min_bound - 1)
+
+        first = by_digest(replicas, program, rng)
+        if load(first) < min_bound:
+            return first
+        loads = [(replica, str(index), load(replica)) for index, replica in enumerate(replicas)]
+        return preferred(str(program), loads, min_bound)[0]
+
+    return place
+
+
 PLACEMENTS: dict[str, Placement] = {
     "at random": at_random,
-    "shorter queue of two": shorter_queue,
+    "shorter of two queues": shorter_queue,
     "by digest": by_digest,
-    "by digest, unless busy (`min_bound` 2)": by_digest_unless_busy(2),
-    "by digest, unless busy (`min_bound` 8)": by_digest_unless_busy(8),
+    "unless busy, 2": by_digest_unless_busy(2),
+    "unless busy, 8": by_digest_unless_busy(8),
+    "unless busy with the program": by_digest_unless_busy_with_program(2, 8),
 }
 
-_OVERLOADED_S = 10.0
-
-_first: dict[tuple[int, int], int] = {}
+_OVERLOADED = 0.01
+"""Growth of the queues per request from which a cluster counts as overloaded."""
 
 
 def simulate(cluster: Cluster, place: Placement) -> Outcome:
-    """Simulates a cluster; the first half of the requests fills the caches and is not counted."""
+    """Simulates a cluster.
+
+    The first half of the requests fills the caches and is not counted. Compiling takes no time in it; otherwise the
+    queues of the start would last longer than the simulation.
+    """
     rng = np.random.default_rng(cluster.seed)
     weights = np.arange(1, cluster.programs + 1) ** -cluster.zipf
     programs = rng.choice(cluster.programs, size=cluster.requests, p=weights / weights.sum())
@@ -162,10 +199,12 @@ def simulate(cluster: Cluster, place: Placement) -> Outcome:
     replicas = [Replica(environment, cluster) for _ in range(cluster.replicas)]
     times, hits = np.zeros(cluster.requests), np.zeros(cluster.requests, bool)
     counted = slice(cluster.requests // 2, None)
-    busy_s: list[tuple[float, float]] = []
+    last_quarter = cluster.requests * 3 // 4
+    states: list[np.ndarray[Any, Any]] = []
 
-    def record_busy() -> None:
-        busy_s.append((environment.now, sum(replica.busy_s for replica in replicas)))
+    def record_state() -> None:
+        busy_s, queued = (sum(getattr(replica, name) for replica in replicas) for name in ("busy_s", "queued"))
+        states.append(np.array([environment.now, busy_s, queued]))
 
     def send(index: int) -> Generator[Any, Any, None]:
         arrived = environment.now
@@ -177,56 +216,55 @@ def simulate(cluster: Cluster, place: Placement) -> Outcome:
         for index in range(cluster.requests):
             yield environment.timeout(float(gaps[index]))
             if index == counted.start:
-                record_busy()
                 for replica in replicas:
                     replica.requests = 0
+                    replica.compile_s = cluster.compile_s
+            if index in (counted.start, last_quarter):
+                record_state()
             environment.process(send(index))
-        record_busy()
+        record_state()
 
     environment.process(arrive())
     environment.run()
-    (start_s, before_s), (end_s, after_s) = busy_s
+    duration_s, busy_s, _ = states[2] - states[0]
+    growth = states[2][2] - states[1][2]
     return Outcome(
         hit_rate=float(hits[counted].mean()),
+        is_overloaded=bool(growth > _OVERLOADED * (cluster.requests - last_quarter)),
         p50_s=float(np.percentile(times[counted], 50)),
         p99_s=float(np.percentile(times[counted], 99)),
-        busy=(after_s - before_s) / (end_s - start_s) / cluster.replicas,
+        busy=float(busy_s / duration_s / cluster.replicas),
         largest_share=max(replica.requests for replica in replicas) / (cluster.requests / 2) * cluster.replicas,
     )
 
 
-def table(clusters: Sequence[tuple[str, Cluster]]) -> str:
-    """Returns a Markdown table of every placement in every cluster."""
-    lines = [
-        "| cluster | placement | compiled already | median | p99 | busy | most requests at one replica |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def rows(clusters: Sequence[tuple[str, Cluster]]) -> Iterator[str]:
+    """Yields the lines of a Markdown table of every placement in every cluster."""
+    yield f"| cluster | {' | '.join(PLACEMENTS)} |"
+    yield "|---" * (len(PLACEMENTS) + 1) + "|"
     for title, cluster in clusters:
-        for name, place in PLACEMENTS.items():
-            found = simulate(cluster, place)
-            lines.append(
-                f"| {title} | {name} | {found.hit_rate:.1%} | {_time(found.p50_s)} | {_time(found.p99_s)} "
-                f"| {found.busy:.0%} | {found.largest_share:.1f} × mean |"
-            )
-    return "\n".join(lines)
+        yield f"| {title} | {' | '.join(_cell(simulate(cluster, place)) for place in PLACEMENTS.values())} |"
 
 
-def _time(seconds: float) -> str:
-    # Queues that grow without limit have no meaningful time: it depends on the number of requests.
-    return f"{seconds * 1000:.0f} ms" if seconds < _OVERLOADED_S else "overloaded"
+def _cell(found: Outcome) -> str:
+    p99 = "overloaded" if found.is_overloaded else f"{found.p99_s * 1000:,.0f} ms"
+    return f"{p99}, {found.hit_rate:.0%}"
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table, line by line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field, default in vars(Cluster()).items():
         parser.add_argument(f"--{field.replace('_', '-')}", type=type(default), default=default)
     base = Cluster(**vars(parser.parse_args()))
-    print(f"{base}\n")
+    print(base)
+    print("\np99 of the time from arrival to answer, and share of requests whose program was compiled already\n")
     clusters = [(f"load {load}", replace(base, load=load)) for load in (0.1, 0.3, 0.5, 0.7)]
+    clusters.append(("1 program, 4 replicas, load 0.7", replace(base, programs=1, replicas=4, load=0.7)))
     clusters += [(f"{replicas} replicas", replace(base, replicas=replicas)) for replicas in (4, 64)]
     clusters += [(f"Zipf {zipf}", replace(base, zipf=zipf)) for zipf in (0.7, 1.3)]
-    print(table(clusters))
+    for line in rows(clusters):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
