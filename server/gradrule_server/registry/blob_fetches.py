@@ -50,7 +50,7 @@ class BlobFetches:
             running.waiters -= 1
             if not running.waiters:
                 running.is_unwanted.set()
-                # Who asks for the blob from now on needs a fetch that is not about to end.
+                # This fetch is about to end; a later request for the blob starts another one.
                 self._forget(key, running)
 
     def _forget(self, key: BlobKey, fetch: _Fetch, done: asyncio.Task[None] | None = None) -> None:

@@ -166,7 +166,8 @@ def open_object_store(url: str) -> ObjectStore:
         except ImportError as cause:
             raise StoreError("--blobs s3://… needs further packages: pip install 'gradrule[s3]'") from cause
         return S3Objects(parts.netloc, parts.path.strip("/"))
-    raise StoreError(f"--blobs must be file:///folder or s3://bucket/prefix, not {parts.scheme or url[:40]!r}")
+    # Before an @ there may be credentials.
+    raise StoreError(f"--blobs must be file:///folder or s3://bucket/prefix, not {url.rpartition('@')[2][:60]!r}")
 
 
 def read_object(objects: ObjectStore, key: str, length: int) -> Iterator[bytes]:

@@ -32,8 +32,8 @@ _MIN_RATE = 1 << 20
 _PART_BYTES = 8 << 20
 _PARTS_AT_ONCE = 4
 
-# At the level debug these log headers of requests, which may hold session tokens.
-_CHATTY = ("aiobotocore", "botocore", "s3fs", "fsspec", "asyncio")
+# At the level debug they log headers of requests, which may hold session tokens.
+_LOGGERS_OF_REQUESTS = ("aiobotocore", "botocore", "s3fs", "fsspec", "asyncio")
 
 
 _MISSING_BUCKET = ("NoSuchBucket", "404")
@@ -63,7 +63,7 @@ class S3Objects:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        for name in _CHATTY:
+        for name in _LOGGERS_OF_REQUESTS:
             logging.getLogger(name).setLevel(logging.WARNING)
         self._files = _FileSystem(
             config_kwargs={

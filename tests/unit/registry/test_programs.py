@@ -279,7 +279,7 @@ def test_unreadable_row_affects_only_its_program(
     assert "program 'p' of tenant 'default' cannot be read" in caplog.text
     if column != "content":
         assert registry.content(registry.get("other"))[0] == spec()
-    # Compiling it once more heals it, and no count is wrong then.
+    # Compiling it once more repairs it, and no count is wrong then.
     quota.set_used(len(registry))
     bytes_quota.set_used(store.kept_bytes())
     made = create(registry, "p")

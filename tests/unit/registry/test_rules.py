@@ -480,7 +480,7 @@ def test_deleting_releases_the_bytes_of_the_rule(store: Store, monkeypatch: pyte
 
     @contextlib.contextmanager
     def after_another() -> Iterator[None]:
-        """Whoever asks for the lock gets it when another has put a larger rule in the place of this one."""
+        """Another thread replaces the rule by a larger one before this thread gets the lock."""
         monkeypatch.setattr(registry, "_changing", lock)
         registry.delete("a")
         registry.create("a", expression("dy"), "d" * 300)
