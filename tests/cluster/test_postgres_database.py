@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.exc import DataError
 
 from gradrule.v1 import errors_pb2
@@ -340,6 +340,29 @@ def test_value_that_the_database_refuses_concerns_its_caller_only(open_another: 
         store.program("a\0b")
     assert not store.database.away
     assert store.rules() == []
+
+
+def test_many_rows_get_the_time_that_they_need(open_another: Callable[[], Store]) -> None:
+    store = open_another()
+    definition = bytes(700_000)
+    for number in range(3):
+        store.add_rule(RuleRow(f"r{number}", definition, "", 1))
+        source = ProgramContent(definition, b"", b"")
+        store.add_program(ProgramRow(f"p{number}", "i", b"", 1), source)
+    statements: list[str] = []
+
+    def note(_: object, __: object, statement: str, *___: object) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        assert len(store.rules()) == 3
+        assert len(store.program_specs()) == 3
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    changed = [line for line in statements if line.startswith("SET LOCAL statement_timeout")]
+    # Longer before the rows, and back afterwards.
+    assert changed == ["SET LOCAL statement_timeout = 5401", "SET LOCAL statement_timeout = 5000"] * 2
 
 
 def test_database_that_is_away_is_reported_once(

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 PROGRAM_PREFIX = "programs/"
 _ID = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _LISTING = "programs"
+# Rows have at most 1,000,000,000 bytes in SQLite, values less than 1 GiB in PostgreSQL.
+_MAX_GRAPH_BYTES = 999_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,13 @@ class ProgramRegistry:
         kept.create_time.FromMicroseconds(now_us)
         row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
         content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
+        if len(content.graph) > _MAX_GRAPH_BYTES:
+            raise error(
+                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                f"the graph has {len(content.graph)} bytes; graphs of stored programs have at most {_MAX_GRAPH_BYTES} "
+                "bytes. Send large constants as variables, whose values are blobs",
+                field="spec.graph",
+            )
         blobs = variable_blobs(spec)
         is_graph_added = False
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     LargeBinary,
+    Row,
     Select,
     Table,
     cast,
@@ -31,13 +32,8 @@ from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from gradrule.v1 import errors_pb2
-from gradrule_server.errors import error
 from gradrule_server.registry.database import Change, Database, Follower, T, open_database
 from gradrule_server.registry.schema import blobs, programs, rules
-
-# A value in PostgreSQL, and the message that carries it, have less than 1 GiB.
-_MAX_GRAPH_BYTES = 1_000_000_000
 
 DEFAULT_TENANT = "default"
 """The tenant of callers without credentials, and of rows that releases without tenants wrote."""
@@ -131,8 +127,7 @@ class Store:
         query = select(*columns).where(rules.c.tenant == tenant).order_by(rules.c.name)
         if names is not None:
             query = query.where(rules.c.name.in_(names))
-        with self._database.read() as connection:
-            return [RuleRow(**row._mapping) for row in connection.execute(query)]
+        return [RuleRow(**row._mapping) for row in self._all_rows(query, _RULE_BYTES)]
 
     def add_rule(self, row: RuleRow, tenant: str = DEFAULT_TENANT, *, replaces: bool = False) -> None:
         """Adds a rule; its name must be unused. `replaces`: whether to remove a rule of this name first."""
@@ -183,8 +178,7 @@ class Store:
         query = select(programs.c.tenant, programs.c.id, programs.c.spec)
         if tenant is not None:
             query = query.where(programs.c.tenant == tenant, programs.c.id.in_(ids))
-        with self._database.read() as connection:
-            return [(row.tenant, row.id, row.spec) for row in connection.execute(query)]
+        return [(row.tenant, row.id, row.spec) for row in self._all_rows(query, func.length(programs.c.spec))]
 
     def programs_after(
         self, program_id: str, count: int, max_bytes: int, tenant: str = DEFAULT_TENANT
@@ -245,16 +239,8 @@ class Store:
     def add_graph(self, graph: bytes, tenant: str = DEFAULT_TENANT) -> bool:
         """Adds the graph of a program that `add_program` adds in the same transaction; returns whether it is new.
 
-        For `first` of `exclusively`: a large graph takes long, and no lock is held meanwhile. Raises LIMIT_EXCEEDED for
-        a graph that PostgreSQL cannot store.
+        For `first` of `exclusively`: a large graph takes long, and no lock is held meanwhile.
         """
-        if len(graph) > _MAX_GRAPH_BYTES:
-            raise error(
-                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                f"the graph has {len(graph)} bytes; a registry in PostgreSQL stores graphs of at most "
-                f"{_MAX_GRAPH_BYTES} bytes. Send large constants as variables, whose values are blobs",
-                field="spec.graph",
-            )
         digest = hashlib.sha256(graph).hexdigest()
         added = upsert(blobs).values(tenant=tenant, digest=digest, content=graph).on_conflict_do_nothing()
         with self._database.write() as connection, self._database.time_for(connection, len(graph)):
@@ -318,6 +304,15 @@ class Store:
             return size
 
         return self._database.delete(remove)
+
+    def _all_rows(self, query: Select[Any], size: ColumnElement[int]) -> Sequence[Row[Any]]:
+        """Returns the rows of a query, which may be large together. `size`: bytes of a row."""
+        with self._database.read() as connection:
+            # Only a server on a network needs time for the size.
+            total = query.with_only_columns(func.sum(size)).order_by(None)
+            total_size = connection.execute(total).scalar_one() if self.is_shared else 0
+            with self._database.time_for(connection, int(total_size or 0)):
+                return connection.execute(query).all()
 
     def _delete_rule(self, connection: Connection, name: str, tenant: str) -> int:
         """Deletes a rule, and returns the freed bytes."""

@@ -12,7 +12,7 @@ import pytest
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Quota
-from gradrule_server.registry import page_tokens
+from gradrule_server.registry import page_tokens, programs
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.store import Store
@@ -141,6 +141,13 @@ def test_error_for_an_unknown_program_suggests_similar_names(store: Store) -> No
             call("programs/mnits")
         assert refusal.value.reason == errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND
         assert "Did you mean 'mnist'?" in refusal.value.message
+
+
+def test_graph_that_no_database_can_store_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = registry_of(store)
+    monkeypatch.setattr(programs, "_MAX_GRAPH_BYTES", 4)
+    assert refusal_of(registry, "p").reason == errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
+    assert len(registry) == 0
 
 
 @pytest.mark.parametrize("name", ["programs/a\0b", "", "A", "p" * 100_000])
