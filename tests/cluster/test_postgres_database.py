@@ -8,20 +8,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from sqlalchemy import Engine, event, text
+from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DataError
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
+from gradrule_server.quotas import Quota
 from gradrule_server.registry import change_log, postgres_database, schema
 from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.database import Change
 from gradrule_server.registry.postgres_database import PostgresDatabase
+from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 from tests.cluster.postgres import PASSWORD, PostgresServer
 from tests.unit.registry.rows import execute
@@ -332,6 +334,55 @@ def test_role_that_may_no_longer_log_in_is_reported_once(
         postgres.execute("ALTER ROLE former LOGIN")
         wait_for_availability(store)
         store.add_rule(rule("a"))
+
+
+@contextmanager
+def lost_answer() -> Iterator[None]:
+    """Ends a connection when it commits, after PostgreSQL has committed: the writer cannot know that it has."""
+
+    def commit_and_end(connection: Connection) -> None:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        driver.commit()
+        driver.pgconn.finish()
+
+    event.listen(Engine, "commit", commit_and_end)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "commit", commit_and_end)
+
+
+def test_lost_acknowledgement_changes_no_count(open_another: Callable[[], Store]) -> None:
+    store, other = open_another(), open_another()
+    number, size = Quota(2, "rules", "--max-rules"), Quota(1000, "bytes", "--max-registry-bytes")
+    registry = RuleRegistry(store, [], quota=number, bytes_quota=size)
+    definition = rule_pb2.RuleDefinition(expression="2 * dy")
+
+    class Counter(Follower):
+        def apply(self, changes: Sequence[Change]) -> None:
+            super().apply(changes)
+            registry.apply([change.name for change in changes])
+            for change in changes:
+                number.adjust(change.count)
+                size.adjust(change.size)
+
+    follower = Counter()
+    store.consistently(lambda: store.follow(follower))
+    with lost_answer(), pytest.raises(GradruleError, match="cannot be used now"):
+        registry.create("R", definition, "")
+    wait_for_availability(store)
+    # It was stored, so that creating it again changes nothing.
+    assert registry.create("R", definition, "").name == "R"
+    assert (number.used, size.used) == (1, store.kept_bytes())
+    with lost_answer(), pytest.raises(GradruleError, match="cannot be used now"):
+        registry.delete("R")
+    wait_for_availability(store)
+    with pytest.raises(GradruleError, match="there is no rule 'R'"):
+        registry.delete("R")
+    assert (number.used, size.used) == (0, 0)
+    assert [change.count for change in follower.seen if isinstance(change, Change)] == [1, -1]
+    assert other.rules() == []
 
 
 def test_value_that_the_database_refuses_concerns_its_caller_only(open_another: Callable[[], Store]) -> None:

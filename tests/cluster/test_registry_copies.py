@@ -188,9 +188,10 @@ def test_new_registry_keeps_the_tables_of_the_old_one(
 ) -> None:
     fill(tmp_path, database_url)
     place = ["--registry", database_url, "--data-dir", str(tmp_path)]
-    with opened(tmp_path, database_url):
-        assert run(["new", *place]) == 1
-    assert "a server uses" in capsys.readouterr().err
+    for url in (database_url, f"{database_url}?application_name=rules"):
+        with opened(tmp_path, url):
+            assert run(["new", "--registry", url, "--data-dir", str(tmp_path)]) == 1
+        assert "a server uses" in capsys.readouterr().err
     assert run(["new", *place]) == 0
     assert str(check(tmp_path, database_url)).startswith("0 rules and 0 programs")
     schema = capsys.readouterr().out.rpartition("schema ")[2].split()[0]

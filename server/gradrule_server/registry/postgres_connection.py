@@ -90,6 +90,8 @@ def create_postgres_engine(url: str, connections: int) -> Engine:
         max_overflow=0,
         pool_timeout=STATEMENT_S,
         pool_pre_ping=True,
+        # Errors are logged, and parameters hold what tenants store.
+        hide_parameters=True,
     )
 
 

@@ -72,7 +72,8 @@ _TEMPORARY = (
 
 _OTHER_SERVERS = (
     "SELECT count(*) FROM pg_stat_activity "
-    "WHERE datname = current_database() AND application_name = :name AND pid <> pg_backend_pid()"
+    "WHERE datname = current_database() AND application_name IN (:name, current_setting('application_name')) "
+    "AND pid <> pg_backend_pid()"
 )
 
 

@@ -309,7 +309,8 @@ _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE, sqli
 def _engine(path: Path, check: Callable[[], None]) -> Engine:
     # Mode rw does not create a missing file: an empty one would replace a file that was removed.
     url = URL.create("sqlite", database=path.absolute().as_uri(), query={"mode": "rw", "uri": "true"})
-    engine = create_engine(url, max_overflow=-1)
+    # Errors are logged, and parameters hold what tenants store.
+    engine = create_engine(url, max_overflow=-1, hide_parameters=True)
 
     @event.listens_for(engine, "connect")
     def configure(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
