@@ -385,6 +385,26 @@ def test_lost_acknowledgement_changes_no_count(open_another: Callable[[], Store]
     assert other.rules() == []
 
 
+def test_server_with_fewer_connections_than_it_wants_goes_on(
+    postgres: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    postgres.execute("CREATE ROLE limited LOGIN PASSWORD 'limited' CONNECTION LIMIT 2")
+    name = postgres.create_database(options="OWNER limited").rpartition("/")[2]
+    with closing(Store(PostgresDatabase(postgres.url(name, user="limited", password="limited")))) as store:
+        store.exclusively(lambda: store.add_rule(rule("a")))
+        with store.database.read():
+            for _ in range(3):
+                with pytest.raises(GradruleError, match="has no free connection") as refusal:
+                    at_once(store.rules, 2)
+                assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
+            # Writing and following go on.
+            store.exclusively(lambda: store.add_rule(rule("b")))
+            store.check()
+            assert not store.database.away
+        assert len(store.rules()) == 2
+    assert len([line for line in caplog.messages if "too few connections" in line]) == 1
+
+
 def test_value_that_the_database_refuses_concerns_its_caller_only(open_another: Callable[[], Store]) -> None:
     store = open_another()
     with pytest.raises(DataError):

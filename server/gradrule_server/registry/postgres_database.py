@@ -59,16 +59,18 @@ _NOT_PERMITTED = "42501"
 _OF_THE_CALLER = ("22", "23", "XX")
 # The database went away or refuses connections: shut down, starting, out of connections or memory, read-only.
 _AWAY = ("08", "53", "57P", "25006")
+# All connections that the database or the role may have are in use.
+_TOO_MANY_CONNECTIONS = ("too many", "connection slots")
 # Refused connections without a state that are not due to the URL or the password.
 _TEMPORARY = (
+    *_TOO_MANY_CONNECTIONS,
     "accepting connections",
     "starting up",
     "shutting down",
     "recovery",
-    "too many",
-    "connection slots",
     "terminating",
 )
+
 
 _OTHER_SERVERS = (
     "SELECT count(*) FROM pg_stat_activity "
@@ -103,6 +105,7 @@ class PostgresDatabase(Database):
         self._url = url
         self._is_read_only = is_read_only
         self._warning = RepeatedWarning(_log)
+        self._connections_warning = RepeatedWarning(_log)
         self._log = ChangeLog()
         # One thread of this server at a time applies changes or writes.
         self._turns = threading.RLock()
@@ -367,6 +370,13 @@ class PostgresDatabase(Database):
             )
         if state.startswith(_OF_THE_CALLER) or isinstance(cause.orig, psycopg.DataError):
             return cause
+        if any(words in str(cause.orig) for words in _TOO_MANY_CONNECTIONS):
+            # The connections that the server has go on.
+            self._connections_warning.report(
+                f"the registry's database {self.description} has too few connections for {_CONNECTIONS} per server: "
+                f"{self._reason(cause)}"
+            )
+            return _unavailable("has no free connection")
         # The connection ended, or the tables, the rights or the password were changed: the next call may meet the same.
         self._set_away(f"the registry's database {self.description} cannot be used: {self._reason(cause)}")
         # A server that became read-only keeps its connections.
