@@ -119,7 +119,18 @@ def test_servers_that_migrate_at_once_migrate_once(
     with pytest.raises(GradruleError) as refusal:
         old.exclusively(lambda: old.add_rule(rule("b")))
     assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
+    for use in (old.rules, lambda: old.add_rule(rule("b"))):
+        # Each call looks whether the tables are readable again.
+        monkeypatch.setattr(old.database, "_probe_at", 0.0)
+        with pytest.raises(GradruleError, match="newer release"):
+            use()
+        assert old.database.away
     assert follower.seen == []
+    # The tables of before were restored.
+    execute(new[0], "UPDATE meta SET value = '2' WHERE key = 'schema_version'")
+    wait_for_availability(old)
+    assert [row.name for row in old.rules()] == ["a"]
+    execute(new[0], "UPDATE meta SET value = '3' WHERE key = 'schema_version'")
     monkeypatch.setattr(postgres_database, "SCHEMA_VERSION", 2)
     monkeypatch.setattr(schema, "_STEPS", {"postgresql": {}})
     with pytest.raises(StoreError, match=r"has schema version 3, and this release reads version 2"):

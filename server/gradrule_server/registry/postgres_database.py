@@ -107,6 +107,7 @@ class PostgresDatabase(Database):
         self._warning = RepeatedWarning(_log)
         self._connections_warning = RepeatedWarning(_log)
         self._log = ChangeLog()
+        self._superseded: SupersededError | None = None
         # One thread of this server at a time applies changes or writes.
         self._turns = threading.RLock()
         self._refreshes_started = self._refreshes_done = 0
@@ -155,6 +156,7 @@ class PostgresDatabase(Database):
             yield self._thread.connection
             return
         with self._guarded(), self._reader.begin() as connection:
+            self._check_superseded()
             yield connection
 
     @contextmanager
@@ -170,6 +172,7 @@ class PostgresDatabase(Database):
                 self._log.advance()
             return
         with self._guarded(), self._engine.begin() as connection:
+            self._check_superseded()
             _lock_writers(connection)
             yield connection
 
@@ -197,7 +200,7 @@ class PostgresDatabase(Database):
                 self._thread.is_first = False
                 stack.enter_context(self._turn())
             _lock_writers(connection)
-            self._log.catch_up(connection)
+            self._catch_up(connection)
             return work()
 
     def consistently(self, work: Callable[[], T]) -> T:
@@ -210,7 +213,7 @@ class PostgresDatabase(Database):
             self._thread.entered(connection),
         ):
             self._thread.is_reading = True
-            self._log.catch_up(connection)
+            self._catch_up(connection)
             return work()
 
     def refresh(self) -> None:
@@ -225,6 +228,15 @@ class PostgresDatabase(Database):
             number = self._refreshes_started
             self.consistently(lambda: None)
             self._refreshes_done = number
+
+    def _catch_up(self, connection: Connection) -> None:
+        self._log.catch_up(connection)
+        self._superseded = None
+
+    def _check_superseded(self) -> None:
+        """Raises `SupersededError` if the tables are those of a newer release, which this one would misread."""
+        if self._superseded is not None:
+            raise self._superseded
 
     def follow(self, follower: Follower) -> None:
         self._log.follower = follower
@@ -321,6 +333,7 @@ class PostgresDatabase(Database):
         try:
             yield
         except SupersededError as cause:
+            self._superseded = cause
             self._set_away(str(cause))
             raise _unavailable("was changed by a newer release, which this server cannot read") from cause
         except PoolTimeoutError as cause:
