@@ -22,6 +22,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from gradrule_server.errors import GradruleError
+from gradrule_server.policy.faults import BLOB_NAME
 from gradrule_server.registry.blob_places import (
     BlobPlace,
     DamagedBlobError,
@@ -481,6 +482,9 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
         try:
             read_summary(summary)
             needed = variable_blobs(read_spec(tenant, program_id, spec))
+            # Names become paths.
+            if not all(BLOB_NAME.fullmatch(name) for name in needed):
+                raise UnreadableRowError("it names a blob that is no SHA-256")
         except UnreadableRowError as cause:
             report.unreadable.append(f"the program {program_id!r} of tenant {tenant!r} cannot be read: {cause}")
         else:

@@ -22,7 +22,7 @@ from gradrule_server.registry.object_store import (
     open_object_store,
     read_object,
 )
-from gradrule_server.registry.stored_blobs import blob_of_object, new_object
+from gradrule_server.registry.stored_blobs import blob_objects, blob_of_object, new_object
 
 _CHUNK_BYTES = 1 << 20
 
@@ -108,7 +108,7 @@ class ObjectBlobs:
         check_owner(self.objects, self._registry_id)
         self.listed = {}
         self._keys = {}
-        for key, length in self.objects.iterate():
+        for key, length in blob_objects(self.objects):
             if (blob := blob_of_object(key)) is not None:
                 self.listed[key] = length
                 self._keys["/".join(filter(None, blob))] = key

@@ -60,8 +60,8 @@ class ObjectStore(Protocol):
     def delete(self, key: str) -> None:
         """Deletes an object, and what an upload of it that was killed has left. Does nothing if there is none."""
 
-    def iterate(self) -> Iterator[tuple[str, int]]:
-        """Yields the key and the size in bytes of every object except the marker."""
+    def iterate(self, start: str = "") -> Iterator[tuple[str, int]]:
+        """Yields key and size in bytes of each object whose key starts with `start`, except the marker."""
 
 
 class FolderObjects:
@@ -118,12 +118,14 @@ class FolderObjects:
         except OSError as cause:
             raise ObjectStoreError(f"{self.url} cannot be changed: {cause.strerror}") from cause
 
-    def iterate(self) -> Iterator[tuple[str, int]]:
-        for folder, _, names in os.walk(self._folder, onerror=self._refuse):
+    def iterate(self, start: str = "") -> Iterator[tuple[str, int]]:
+        for folder, folders, names in os.walk(self._folder, onerror=self._refuse):
+            if Path(folder) == self._folder:
+                folders[:] = [name for name in folders if f"{name}/".startswith(start) or start.startswith(f"{name}/")]
             for name in names:
                 path = Path(folder) / name
                 key = path.relative_to(self._folder).as_posix()
-                if key != MARKER and not name.startswith(_PARTIAL):
+                if key.startswith(start) and key != MARKER and not name.startswith(_PARTIAL):
                     try:
                         yield key, path.stat().st_size
                     except FileNotFoundError:

@@ -30,7 +30,8 @@ _ATTEMPTS = 3
 # Slowest upload that is waited for, bytes a second.
 _MIN_RATE = 1 << 20
 _PART_BYTES = 8 << 20
-_PARTS_AT_ONCE = 4
+# With eight uploads at a time, about 300 MiB of memory.
+_PARTS_AT_ONCE = 2
 
 # At the level debug they log headers of requests, which may hold session tokens.
 _LOGGERS_OF_REQUESTS = ("aiobotocore", "botocore", "s3fs", "fsspec", "asyncio")
@@ -121,17 +122,17 @@ class S3Objects:
                 part = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                 self._run(self._files._call_s3, "abort_multipart_upload", Bucket=self._bucket, **part)
 
-    def iterate(self) -> Iterator[tuple[str, int]]:
-        more: dict[str, Any] = {}
+    def iterate(self, start: str = "") -> Iterator[tuple[str, int]]:
+        more: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + start}
         while True:
-            page = self._run(self._files._call_s3, "list_objects_v2", Bucket=self._bucket, Prefix=self._prefix, **more)
+            page = self._run(self._files._call_s3, "list_objects_v2", **more)
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._prefix)
                 if key != MARKER:
                     yield key, item["Size"]
             if not page.get("IsTruncated"):
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            more["ContinuationToken"] = page["NextContinuationToken"]
 
     def _path(self, key: str) -> str:
         return f"{self._bucket}/{self._prefix}{key}"

@@ -40,7 +40,7 @@ from gradrule_server.registry.object_store import (
     open_object_store,
     read_object,
 )
-from gradrule_server.registry.stored_blobs import BlobKey, StoredBlob, StoredBlobs, counted_bytes
+from gradrule_server.registry.stored_blobs import BlobKey, StoredBlob, StoredBlobs, blob_objects, counted_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -395,7 +395,7 @@ class SharedBlobStore(BlobStore):
                 return True
             return False
 
-        added, lost = self._shared.index.compare(objects.iterate(), is_missing)
+        added, lost = self._shared.index.compare(blob_objects(objects), is_missing)
         if added:
             _log.info("%d blobs in %s were entered into the index", added, objects.url)
         if lost:

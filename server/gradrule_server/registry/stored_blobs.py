@@ -40,6 +40,7 @@ from sqlalchemy import (
 from gradrule_server.policy import missing_blobs
 from gradrule_server.registry.blob_index import BlobAmount, quota_exceeded
 from gradrule_server.registry.database import Database
+from gradrule_server.registry.object_store import ObjectStore
 from gradrule_server.registry.schema import meta, programs
 
 T = TypeVar("T")
@@ -95,6 +96,9 @@ _UPLOAD_LOST_US = 120 * 10**6
 # The server that marked an object deletes it within this time; other servers delete it later.
 _DELETION_LOST_US = 60 * 10**6
 _OBJECT = re.compile(r"(?:(tenant-[0-9a-f]{32})|default)/([0-9a-f]{64})-[0-9a-f]{32}")
+
+# How the keys of objects start.
+_STARTS = ("default/", "tenant-")
 
 BlobKey = tuple[str, str]
 """A tenant's folder and the name of a blob."""
@@ -387,6 +391,12 @@ def drop_index(database: sqlite3.Connection) -> None:
     for table in (_needs, _blobs):
         database.execute(f"DROP TABLE IF EXISTS {table.name}")
     database.commit()
+
+
+def blob_objects(objects: ObjectStore) -> Iterator[tuple[str, int]]:
+    """Yields key and size of each object that may be a blob; a bucket may have other objects besides."""
+    for start in _STARTS:
+        yield from objects.iterate(start)
 
 
 def object_states(connection: Connection) -> dict[str, str]:

@@ -243,6 +243,18 @@ def test_unreadable_rows_are_reported_and_copied(store: Store, data: Path, tmp_p
         assert again.program_content("q", "same") == content
 
 
+def test_names_of_blobs_that_are_paths_are_refused(store: Store, data: Path, tmp_path: Path) -> None:
+    spec = program_pb2.ProgramSpec()
+    spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256="../../other")})
+    store.add_program(ProgramRow("q", "same", b"", 5), ProgramContent(spec.SerializeToString(), b"graph", b""))
+    (tmp_path / "other").write_bytes(b"of another program")
+    report = backup(data, tmp_path / "copy")
+    assert (len(report.blobs), report.missing) == (1, set())
+    assert report.unreadable == [
+        "the program 'q' of tenant 'default' cannot be read: it names a blob that is no SHA-256"
+    ]
+
+
 def test_registry_of_schema_1_is_copied_unchanged_and_migrated_by_restore(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

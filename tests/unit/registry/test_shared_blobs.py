@@ -24,6 +24,7 @@ from gradrule_server.registry.object_store import MARKER, FolderObjects, ObjectS
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
 from gradrule_server.registry.shared_blobs import SharedBlobStore
 from gradrule_server.registry.store import Store
+from gradrule_server.registry.stored_blobs import blob_objects
 from tests.stores import folder_url, open_blobs, stored_files
 from tests.unit.registry.test_blobs import PAGE, damage, name_of, put, refusal
 from tests.waiting import wait_until
@@ -622,8 +623,8 @@ def test_object_that_is_deleted_while_objects_are_listed_is_not_entered_again(
     ada, grace = servers.open("ada", capacity=PAGE), servers.open("grace", capacity=PAGE)
     name = put(ada, WEIGHTS)
 
-    def late(self: FolderObjects) -> Iterator[tuple[str, int]]:
-        listed = list(iterate(self))
+    def late(self: FolderObjects, start: str = "") -> Iterator[tuple[str, int]]:
+        listed = list(iterate(self, start))
         put(ada, b"other")
         yield from listed
 
@@ -691,6 +692,16 @@ async def test_nothing_is_deleted_while_something_else_answers(
         assert reason_name((await failure(content(grace, name))).reason) == "UNAVAILABLE"
     assert len(servers.objects) == 1
     assert await content(grace, name) == WEIGHTS
+
+
+def test_objects_of_others_are_not_listed(tmp_path: Path) -> None:
+    folder = tmp_path / "objects"
+    for path in ("default/a", "tenant-1/b", "tenant-1/.upload-c", "others/d", "default-e", MARKER):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(b"1")
+    objects = open_object_store(folder.as_uri())
+    assert sorted(blob_objects(objects)) == [("default/a", 1), ("tenant-1/b", 1)]
+    assert len(list(objects.iterate())) == 4
 
 
 def test_object_store_belongs_to_one_registry(servers: Servers, tmp_path: Path) -> None:
