@@ -66,6 +66,28 @@ async def test_answers_of_a_proxy_are_not_taken_for_missing_or_damaged_objects(
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [
+        ("400 Bad Request", "ExpiredToken", r"credentials are refused \(ExpiredToken\)"),
+        ("403 Forbidden", "AccessDenied", r"credentials are refused \(AccessDenied\)"),
+        ("404 Not Found", "NoSuchBucket", "it answers NoSuchBucket"),
+        ("503 Slow Down", "SlowDown", "it answers SlowDown"),
+        ("507 Insufficient Storage", "XMinioStorageFull", "it answers .*XMinioStorageFull"),
+    ],
+)
+def test_errors_of_the_service_are_named(
+    tmp_path: Path, s3: S3Server, bucket: str, s3_environment: None, status: str, code: str, says: str
+) -> None:
+    (tmp_path / "file").write_bytes(b"weights")
+    objects = open_object_store(f"s3://{bucket}")
+    body = f"<Error><Code>{code}</Code><Message>why</Message></Error>".encode()
+    with s3.proxy.answering(status, body):
+        for request in (lambda: objects.put("x", tmp_path / "file"), lambda: objects.read("x", 0, 7)):
+            with pytest.raises(ObjectStoreError, match=says):
+                request()
+
+
 def test_requests_are_repeated_after_errors_of_the_service(s3: S3Server, bucket: str, s3_environment: None) -> None:
     objects = open_object_store(f"s3://{bucket}")
     s3.proxy.answers = iter([b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n"] * 2)

@@ -162,6 +162,9 @@ def _translated(cause: Exception, timeout: float) -> ObjectStoreError:
         return ObjectStoreError(f"the credentials are refused ({code or cause}); check them and their policy")
     if isinstance(cause, TimeoutError):
         return ObjectStoreError(f"it did not answer within {timeout:.0f} s")
+    if code:
+        # s3fs leaves the code out of the messages of some errors.
+        return ObjectStoreError(f"it answers {code}: {getattr(cause, 'strerror', None) or cause}")
     if isinstance(cause, BotoCoreError | OSError):
         return ObjectStoreError(str(cause) or type(cause).__name__)
     return ObjectStoreError(f"{type(cause).__name__}: {cause}")
