@@ -110,7 +110,7 @@ class Database(ABC):
         A database for one server runs `work` only: its caller's locks suffice.
 
         Args:
-            work: Runs after all changes of other servers were applied. It runs again after a deadlock or a serialisation failure.
+            work: Runs after all changes of other servers were applied. It runs again after a deadlock.
             first: Runs before, in the same transaction, while other servers may write: for large rows.
         """
 
