@@ -17,7 +17,7 @@ from gradrule_server import assembly
 from gradrule_server.concurrency import PeriodicChecks, run_in_own_thread
 from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.http_gateway import HttpGateway
-from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
+from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.front.server import GrpcServer
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
@@ -100,7 +100,7 @@ async def serve(settings: Settings) -> None:
         read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
         tenants = Tenants(assembly.create_shared_resources(settings, store, blobs, loaded, limits), read_only)
         admission = assembly.create_admission(settings)
-        times = CallTimes(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
+        times = assembly.call_times(settings)
         pipeline = RequestPipeline(
             CallerAuthenticator(credentials), tenants, admission, times, operations.observer, limits, watch
         )

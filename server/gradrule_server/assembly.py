@@ -11,6 +11,7 @@ from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, InFlightLimits
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
 from gradrule_server.front.http_gateway import GatewaySettings
+from gradrule_server.front.request_pipeline import CallTimes
 from gradrule_server.front.server import Certificates, ConnectionSettings
 from gradrule_server.front.tenants import SharedResources, Tenants
 from gradrule_server.identity import Authenticator
@@ -100,6 +101,17 @@ def connection_settings(settings: Settings) -> ConnectionSettings:
         keepalive_timeout_s=settings.keepalive_timeout_s,
         max_age_s=settings.max_connection_age_s,
         age_grace_s=settings.max_connection_age_grace_s,
+    )
+
+
+def call_times(settings: Settings) -> CallTimes:
+    """Returns the deadlines and timeouts of calls."""
+    return CallTimes(
+        settings.default_deadline_s,
+        settings.max_deadline_s,
+        settings.stall_s,
+        # gRPC varies the age of connections by up to 10 %; the next stream should use a new connection.
+        stream_age_s=1.1 * settings.max_connection_age_s or None,
     )
 
 

@@ -289,6 +289,8 @@ def test_replicas_share_nothing_on_a_node(rendered: list[Manifest], combination:
     assert "PersistentVolumeClaim" not in kinds(rendered)
     keys = [each["topologyKey"] for each in pod(rendered)["topologySpreadConstraints"]]
     assert keys == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+    # Sessions end with their connection.
+    assert settings(rendered).max_connection_age_grace_s >= 7 * 24 * 3600
     sizes = {
         volume["name"]: volume["emptyDir"]["sizeLimit"] for volume in pod(rendered)["volumes"] if "emptyDir" in volume
     }

@@ -78,9 +78,11 @@ class EvaluateStream:
         drained = asyncio.ensure_future(self._pipeline.draining.wait())
         try:
             try:
-                await asyncio.wait({reading, drained}, return_when=asyncio.FIRST_COMPLETED)
+                age_s = self._pipeline.stream_age_s
+                await asyncio.wait({reading, drained}, timeout=age_s, return_when=asyncio.FIRST_COMPLETED)
                 if not reading.done():
-                    raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the server is going away", retry_after_s=0.0)
+                    cause = "the server is going away" if drained.done() else "the stream has reached its maximum age"
+                    raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, cause, retry_after_s=0.0)
                 reading.result()
             finally:
                 reading.cancel()

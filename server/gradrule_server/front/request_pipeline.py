@@ -81,12 +81,14 @@ class CallTimes:
         max_deadline_s: longest deadline.
         stall_s: how long an answer may stay unread, see `time_limits.read_timeout`.
         recheck_s: interval at which the credential that opened a stream is checked again.
+        stream_age_s: age at which a stream of evaluations ends, so that its client continues elsewhere; None: no limit.
     """
 
     default_deadline_s: float
     max_deadline_s: float
     stall_s: float
     recheck_s: float = 3.0
+    stream_age_s: float | None = None
 
 
 class RequestPipeline:
@@ -126,6 +128,11 @@ class RequestPipeline:
         self._deadlines = Deadlines()
         self.draining = asyncio.Event()
         """Set once the server stops."""
+
+    @property
+    def stream_age_s(self) -> float | None:
+        """Age at which a stream of evaluations ends, seconds; None: no limit."""
+        return self._times.stream_age_s
 
     @property
     def max_deadline_s(self) -> float:

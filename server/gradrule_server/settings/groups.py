@@ -100,10 +100,12 @@ class Listening(SettingsGroup):
         0.0,
         ge=0,
         description="Age at which a connection is closed, seconds (varied by 10 %), so that clients reconnect and "
-        "spread over replicas; 0 disables.",
+        "spread over replicas; 0 disables. Streams of evaluations end then too, and clients open others.",
     )
     max_connection_age_grace_s: PositiveFloat = Field(
-        600.0, description="Time that calls and streams get to finish before an aged connection closes, seconds."
+        600.0,
+        description="Time that calls and sessions get to finish before an aged connection closes, seconds; then "
+        "sessions are lost.",
     )
 
 
