@@ -31,11 +31,16 @@ class LocalServer:
     Args:
         settings: Flags of `gradrule serve`, with `_` for `-`.
         log_to_stderr: Write the server's log to stderr of this process; otherwise it is shown only if the start fails.
+        kills_children: This process kills its child processes when it ends, as workers of Ray do. Then the supervisor
+            is a child of another one, so that it can stop the server and remove the folder.
     """
 
-    def __init__(self, settings: Mapping[str, Any], *, log_to_stderr: bool = False) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], *, log_to_stderr: bool = False, kills_children: bool = False
+    ) -> None:
         self._settings = dict(settings)
         self._log_to_stderr = log_to_stderr
+        self._kills_children = kills_children
         self._pid = os.getpid()
         self._supervisor: subprocess.Popen[str] | None = None
 
@@ -52,8 +57,10 @@ class LocalServer:
                 f"a local server needs {' and '.join(missing)}, which is not installed: "
                 "pip install 'gradrule[server]', or connect to a remote server"
             )
-        # Without the folder of the script and the user's site packages, the supervisor imports nothing but Python.
-        supervisor = [sys.executable, "-I", "-S", server_supervisor.__file__, str(self._pid)]
+        stop_s = server_supervisor.STOP_S
+        supervisor = _supervise(self._pid, stop_s)
+        if self._kills_children:
+            supervisor = [*_supervise(self._pid, 2 * stop_s), *_supervise(0, stop_s)]
         server = [sys.executable, "-m", "gradrule_server", "serve", *self._flags()]
         # The file has no name, so nothing remains of it.
         with tempfile.TemporaryFile() as log:
@@ -114,6 +121,12 @@ class LocalServer:
                 raise _failure(f"the server ended with exit code {code} before it was ready", log)
             if line.startswith(_READY):
                 return line.removeprefix(_READY).strip()
+
+
+def _supervise(parent: int, stop_s: float) -> list[str]:
+    """Returns the start of a command that runs the rest under a supervisor."""
+    # Without the folder of the script and the user's site packages, the supervisor imports nothing but Python.
+    return [sys.executable, "-I", "-S", server_supervisor.__file__, str(parent), str(stop_s)]
 
 
 def _failure(what: str, log: IO[bytes], kind: type[GradruleError] = UnavailableError) -> GradruleError:

@@ -24,12 +24,18 @@ STOP_S = 30.0
 """Time that the server gets to end after SIGTERM, in seconds."""
 
 
-def main(parent: int, command: Sequence[str]) -> int:
-    """Runs the command until it ends, the process `parent` ends, or SIGTERM or SIGINT arrives; returns its exit code.
+def main(parent: int, stop_s: float, command: Sequence[str]) -> int:
+    """Runs the command until it ends, its parent ends, or SIGTERM or SIGINT arrives; returns its exit code.
 
-    The command gets SIGTERM, after 30 seconds SIGKILL. Its data folder is in a temporary folder, unless a flag of the
-    command names another one.
+    The command gets SIGTERM, after `stop_s` seconds SIGKILL. Its data folder is in a temporary folder, unless a flag of
+    the command names another one.
+
+    Args:
+        parent: Process ID of the parent, since it may have ended already; 0: whichever process it is now.
+        stop_s: Time that the command gets to end.
+        command: To run.
     """
+    parent = parent or os.getppid()
     signals = _signals_as_bytes(signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
     with tempfile.TemporaryDirectory(prefix="gradrule-", ignore_cleanup_errors=True) as folder:
         server = subprocess.Popen(
@@ -45,7 +51,7 @@ def main(parent: int, command: Sequence[str]) -> int:
         if server.poll() is None:
             server.terminate()
             try:
-                server.wait(STOP_S)
+                server.wait(stop_s)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
@@ -72,4 +78,4 @@ def _signals_as_bytes(*numbers: signal.Signals) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))
