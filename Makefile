@@ -36,7 +36,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers test-console test-bridges cluster-test postgres kubectl placement lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers test-console test-bridges cluster-test postgres nginx kubectl placement lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -72,7 +72,7 @@ test-console: $(VENV)/.installed $(CONSOLE)/node_modules/.installed ## test the 
 test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy, PyTensor and TensorFlow
 	PYTHONDONTWRITEBYTECODE= $(BRIDGES)/bin/python -m pytest tests/bridges $(ARGS)
 
-cluster-test: $(CLUSTER)/.installed postgres kubectl ## test several servers with PostgreSQL, an object store and Ray
+cluster-test: $(CLUSTER)/.installed postgres nginx kubectl ## test several servers with PostgreSQL, an object store and Ray
 	PYTHONDONTWRITEBYTECODE= $(CLUSTER)/bin/python -m pytest --registry-database postgresql $(CLUSTER_TESTS) $(ARGS)
 
 placement: $(CLUSTER)/.installed ## simulate how the choice of a server for each request affects caches and waiting times
@@ -129,6 +129,10 @@ http-tools: ## install what tests of HTTP examples need and this machine lacks: 
 postgres: ## install PostgreSQL where this machine lacks it
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || \
 	{ run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends postgresql; }
+
+nginx: ## install nginx where this machine lacks it
+	@command -v nginx >/dev/null || \
+	{ run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends nginx-light; }
 
 kubectl: $(CLUSTER)/.installed ## install kubectl for tests, where this machine has none that renders components
 	@test -x $(CLUSTER)/bin/kubectl || kubectl kustomize deploy/kubernetes/overlays/ha >/dev/null 2>&1 || \

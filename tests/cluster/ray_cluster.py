@@ -24,21 +24,26 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 import gradrule as gr
-from tests.processes import children
+from tests.processes import children, resident_bytes
 from tests.waiting import wait_until
 
 APP = "gradrule"
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = ROOT / "deploy/ray/serve.yaml"
-_READY_S = 180.0
+READY_S = 180.0
+"""Time that Ray gets for anything, in seconds; it takes a small part of it on a machine that is idle."""
 _SERVER = b"gradrule_server"
 _QUICK = {"health_check_period_s": 1, "graceful_shutdown_timeout_s": 10, "graceful_shutdown_wait_loop_s": 0.2}
 
 
 class RayCluster:
-    """A head node and a second node, each with a gRPC proxy. CPUs are numbers for Ray; it reserves none."""
+    """A head node and a second node, each with a gRPC proxy. CPUs are numbers for Ray; it reserves none.
 
-    def __init__(self) -> None:
+    Args:
+        environment: Variables of all processes of Ray.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
         # Ray makes sockets there, whose paths must be short.
         self._folder = tempfile.mkdtemp(prefix="ray-")
         self._ports = free_ports(4)
@@ -46,6 +51,7 @@ class RayCluster:
             "RAY_SERVE_WORKER_PROXY_GRPC_PORT": str(self._ports[1]),
             "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(self._ports[3]),
             "RAY_USAGE_STATS_ENABLED": "0",
+            **environment,
         }
         self._nodes: subprocess.Popen[str] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # `stop` closes it
@@ -53,7 +59,12 @@ class RayCluster:
     @property
     def target(self) -> str:
         """Both proxies; clients use them in turn."""
-        return f"ipv4:127.0.0.1:{self._ports[0]},127.0.0.1:{self._ports[1]}"
+        return "ipv4:" + ",".join(self.proxies)
+
+    @property
+    def proxies(self) -> tuple[str, str]:
+        """Addresses of the proxies."""
+        return f"127.0.0.1:{self._ports[0]}", f"127.0.0.1:{self._ports[1]}"
 
     def start(self) -> None:
         """Starts Ray and Ray Serve."""
@@ -73,6 +84,7 @@ class RayCluster:
             proxy_location="EveryNode",
             http_options={"port": self._ports[2], "host": "127.0.0.1"},
             grpc_options=gRPCOptions(port=self._ports[0], grpc_servicer_functions=["gradrule.ray.add_services"]),
+            controller_options=yaml.safe_load(CONFIGURATION.read_text())["controller_options"],
         )
 
     def stop(self) -> None:
@@ -82,7 +94,7 @@ class RayCluster:
             ray.shutdown()
         if self._nodes is not None:
             # It ends the nodes when its input ends.
-            self._nodes.communicate(timeout=_READY_S)
+            self._nodes.communicate(timeout=READY_S)
         self._log.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -95,8 +107,21 @@ class RayCluster:
         self._command("kill")
 
     @staticmethod
-    def _status() -> Any:
+    def status() -> Any:
+        """Returns what Ray Serve says of the application."""
         return serve.status().applications[APP]
+
+    def proxy_bytes(self) -> int:
+        """Returns the resident memory of both proxies."""
+        assert self._nodes is not None
+        pids, total = [self._nodes.pid], 0
+        for pid in pids:
+            pids += children(pid)
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::ProxyActor"):
+                    total += resident_bytes(pid)
+        assert total
+        return total
 
     def _command(self, command: str) -> None:
         assert self._nodes is not None
@@ -128,10 +153,15 @@ class RayCluster:
             yield
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60.0)
+            process.wait(READY_S)
 
     def deploy(self, settings: Mapping[str, Any], **options: Any) -> None:
-        """Deploys the application of deploy/ray/serve.yaml, or changes its options, and waits until it is ready.
+        """Deploys the application of deploy/ray/serve.yaml, or changes its options, and waits until it is ready."""
+        self.start_deploying(settings, **options)
+        wait_until(lambda: self.status().status == "RUNNING" or None, "running application", READY_S)
+
+    def start_deploying(self, settings: Mapping[str, Any], **options: Any) -> None:
+        """Tells Ray Serve to deploy the application.
 
         Args:
             settings: Arguments of the application instead of those of the file.
@@ -147,7 +177,6 @@ class RayCluster:
             {"name": deployment["name"], "ray_actor_options": {"num_cpus": 1}, **_QUICK, **options}
         ]
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=False)
-        wait_until(lambda: self._status().status == "RUNNING" or None, "running application", _READY_S)
 
     def replicas(self) -> dict[str, Any]:
         """Returns the actors of the replicas that take calls, by name."""
@@ -161,14 +190,14 @@ class RayCluster:
 
     def running_replicas(self) -> int:
         """Returns the number of replicas that are ready."""
-        (deployment,) = self._status().deployments.values()
+        (deployment,) = self.status().deployments.values()
         return int(deployment.replica_states.get("RUNNING", 0))
 
     def nodes_of_replicas(self) -> list[str]:
         """Returns the ID of the node of each replica."""
         return [ray.get(replica.is_allocated.remote())[3] for replica in self.replicas().values()]
 
-    def wait_for_replicas(self, count: int, timeout_s: float = _READY_S) -> None:
+    def wait_for_replicas(self, count: int, timeout_s: float = READY_S) -> None:
         """Waits until exactly so many replicas run."""
         wait_until(lambda: self.running_replicas() == count or None, f"{count} replicas", timeout_s)
 
@@ -255,9 +284,9 @@ def sign_graph() -> gr.Graph:
 
 
 @contextlib.contextmanager
-def running_ray() -> Iterator[RayCluster]:
+def running_ray(environment: Mapping[str, str] | None = None) -> Iterator[RayCluster]:
     """Starts a cluster of two nodes, and ends it."""
-    cluster = RayCluster()
+    cluster = RayCluster(environment or {})
     try:
         cluster.start()
         yield cluster

@@ -32,7 +32,8 @@ def main(folder: str) -> None:
         print(cluster.address, file=answers)
         for line in sys.stdin:
             if line.strip() == "add":
-                nodes.append(add_node(cluster, num_cpus=4))
+                # GPUs are numbers for Ray too.
+                nodes.append(add_node(cluster, num_cpus=4, num_gpus=2))
             else:
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
             print("done", file=answers)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import warnings
 from collections import Counter
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gradrule.common.placement import preferred
+from gradrule.errors import InvalidParamError
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
 with warnings.catch_warnings(action="ignore"):
     pytest.importorskip("ray")
+    from ray import serve
+    from ray.serve._private.common import DeploymentID
+    from ray.serve._private.config import DeploymentConfig
+    from ray.serve.request_router import ReplicaID
+
+    from gradrule.ray import rpcs
     from gradrule.ray.autoscaling import autoscaling_policy
-    from gradrule.ray.proxy import call_metadata
+    from gradrule.ray.leaving_replicas import LeavingReplicas
+    from gradrule.ray.proxy import RequestWindow, call_metadata
     from gradrule.ray.replica import Replica, StreamCounter, call_options
     from gradrule.ray.routing import program_key
     from gradrule.ray.rpcs import RPCS, Rpc
@@ -33,6 +45,37 @@ def test_each_rpc_has_a_method_of_its_own() -> None:
     assert all(callable(getattr(Replica, rpc.method)) for rpc in RPCS)
 
 
+@pytest.mark.parametrize("name", ["config", "tls_cert", "tls_client_ca", "http_port"])
+def test_settings_that_cannot_work_in_a_replica_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidParamError, match=f"cannot have the setting {name}: "):
+        Replica({name: "1"})
+    monkeypatch.setenv(f"GRADRULE_{name.upper()}", "1")
+    with pytest.raises(InvalidParamError, match=f"cannot have the setting {name}: "):
+        Replica({})
+
+
+def test_tokens_must_be_encrypted_in_front_of_ray_serve() -> None:
+    with pytest.raises(InvalidParamError, match="sent unencrypted"):
+        Replica({"tokens": "/tokens"})
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "refusal"),
+    [
+        ({"num_replicas": 2}, {}, "2 replicas need a registry that they share"),
+        ({"autoscaling_config": {"max_replicas": 3}}, {}, "3 replicas need a registry that they share"),
+        ({"num_replicas": 2}, {"registry": "postgresql://h/d", "data_dir": "/data"}, "cannot share the folder /data"),
+    ],
+)
+def test_replicas_that_cannot_share_their_state_are_refused(
+    options: dict[str, Any], settings: dict[str, Any], refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(_deployment_config=DeploymentConfig(**options))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    with pytest.raises(InvalidParamError, match=refusal):
+        Replica(settings)
+
+
 def test_requests_for_one_program_have_one_key() -> None:
     spec = program_pb2.ProgramSpec(fetches=["y"])
     assert program_key(request(b"a", program="programs/p")) == program_key(request(b"b", program="programs/p")) != ""
@@ -47,13 +90,17 @@ def test_requests_without_a_program_have_no_key(data: bytes) -> None:
 
 
 def test_server_gets_the_deadline_and_the_metadata_of_the_client_only() -> None:
-    sent = (("authorization", "Bearer a"), ("authorization", "Bearer b"), ("x-trace-bin", b"\0"), ("request_id", "1"))
-    context = SimpleNamespace(invocation_metadata=lambda: sent, time_remaining=lambda: 2.5)
+    sent = [("authorization", "Bearer a"), ("authorization", "Bearer b"), ("x-trace-bin", b"\0")]
+    # Ray Serve reads these names. Its router would keep each request with a multiplexed_model_id in memory.
+    names = ("request_id", "session_id", "multiplexed_model_id", "gradrule-timeout-s")
+    context = SimpleNamespace(invocation_metadata=lambda: [*sent, *((name, "1") for name in names)])
+    context.time_remaining = lambda: 2.5
     passed = call_metadata(Rpc("/gradrule.v1.GradientService/Evaluate"), request(program="programs/p"), context)
-    assert dict(passed)["multiplexed_model_id"] == program_key(request(program="programs/p"))
-    assert dict(passed)["request_id"] != "1"
+    assert dict(passed)["session_id"] == program_key(request(program="programs/p"))
+    assert "1" not in dict(passed).values()
+    assert "multiplexed_model_id" not in dict(passed)
     options = call_options(SimpleNamespace(invocation_metadata=lambda: passed))
-    assert options == {"metadata": list(sent[:3]), "timeout": 2.5}
+    assert options == {"metadata": sent, "timeout": 2.5}
 
 
 def first(key: str, loads: dict[str, int], min_bound: int = 2) -> str:
@@ -89,6 +136,57 @@ def test_replicas_follow_running_and_waiting_requests() -> None:
         config=SimpleNamespace(get_target_ongoing_requests=lambda: 10),
     )
     assert autoscaling_policy(context) == (4.0, {})
+
+
+async def test_a_stream_ends_when_its_own_replica_leaves() -> None:
+    one, other = (DeploymentID(name="gradrule", app_name=app) for app in ("one", "other"))
+    replicas = {number: ReplicaID(number, deployment_id=one) for number in ("1", "2")}
+    leaving = LeavingReplicas()
+    told: list[str] = []
+    for number, replica in replicas.items():
+        leaving.add(f"call {number}", functools.partial(told.append, number))
+        leaving.set_replica(f"call {number}", replica, is_leaving=False)
+    # The router of another application in the same proxy.
+    leaving.keep(other, set())
+    leaving.keep(one, {replicas["2"]})
+    await asyncio.sleep(0)
+    assert told == ["1"]
+    # The replica left before Ray Serve said that the call was sent to it.
+    leaving.add("late", functools.partial(told.append, "late"))
+    leaving.set_replica("late", replicas["1"], is_leaving=True)
+    await asyncio.sleep(0)
+    assert told == ["1", "late"]
+
+
+async def test_a_client_that_reads_no_answers_cannot_send_further_requests() -> None:
+    message = evaluate_pb2.StreamEvaluateRequest(request_id=1, evaluate=evaluate_pb2.EvaluateRequest())
+    answer = evaluate_pb2.StreamEvaluateResponse(request_id=1, evaluate=evaluate_pb2.EvaluateResponse())
+    sent = 0
+
+    async def messages() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 1
+            yield message.SerializeToString()
+
+    rpc = Rpc(rpcs.STREAM_EVALUATE, True, True)
+    window = RequestWindow(rpc)
+    passed: list[bytes] = []
+
+    async def read() -> None:
+        passed.extend([each async for each in window.limited(messages())])
+
+    reading = asyncio.ensure_future(read())
+    for _ in range(200):
+        await asyncio.sleep(0)
+    # One more has been taken from the connection.
+    assert sent == 33
+    for _ in range(10):
+        window.count_answer(answer.SerializeToString())
+        await asyncio.sleep(0)
+    assert sent == 43
+    window.close()
+    reading.cancel()
 
 
 async def test_a_stream_counts_requests_that_have_no_answer_yet() -> None:

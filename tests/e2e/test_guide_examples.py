@@ -37,7 +37,7 @@ TESTED = {
     "operating.md": {"credentials", "serve", "status"},
     "other-languages.md": {"go", "java", "cpp", "csharp", "ruby"},  # in tests/contract/test_other_languages.py
     "overrides.md": {"overrides", "keras"},
-    "ray.md": {"run", "connect"},  # in tests/cluster/test_ray.py
+    "ray.md": {"run", "connect", "nginx"},  # in tests/cluster/test_ray.py
     "rules.md": {"rules"},
     "settings.md": {"server"},
     "training.md": {"session", "remote_layer"},

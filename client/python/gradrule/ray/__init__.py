@@ -2,8 +2,9 @@
 
     serve run gradrule.ray:app registry=postgresql://user@host/gradrule
 
-`app` builds the application, `add_services` tells the gRPC proxies of Ray Serve which RPCs there are. docs/guide/ray.md
-describes a deployment with `deploy/ray/serve.yaml`. It needs Ray: `pip install 'gradrule[ray,server]'`.
+`app` builds the application. In the gRPC proxies of Ray Serve, `add_services` adds the RPCs, and `configure_proxy` sets
+the keepalive. docs/guide/ray.md describes a deployment with `deploy/ray/serve.yaml`. It needs Ray:
+`pip install 'gradrule[ray,server]'`.
 """
 
 try:
@@ -13,7 +14,7 @@ except ModuleNotFoundError as missing:
 
 from gradrule.ray.application import app
 from gradrule.ray.autoscaling import autoscaling_policy
-from gradrule.ray.proxy import add_services
+from gradrule.ray.proxy import add_services, configure_proxy
 from gradrule.ray.routing import ProgramRouter
 
-__all__ = ["ProgramRouter", "add_services", "app", "autoscaling_policy"]
+__all__ = ["ProgramRouter", "add_services", "app", "autoscaling_policy", "configure_proxy"]

@@ -6,13 +6,15 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig, gRPCOptions
+from ray.serve.config import ControllerOptions, RequestRouterConfig, gRPCOptions
 
 from gradrule._rpc.channels import DEFAULT_PORT
 from gradrule.ray.replica import Replica
 from gradrule.ray.routing import ProgramRouter
 
 _SERVICES = "gradrule.ray.add_services"
+# Proxies inherit the environment of Ray Serve's controller.
+_PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "gradrule.ray.configure_proxy"}
 # `serve run` passes all arguments as texts.
 _BOOLEANS: dict[Any, bool] = {"true": True, "false": False}
 
@@ -35,12 +37,14 @@ def app(settings: dict[str, Any]) -> serve.Application:
         serve.start(
             proxy_location="EveryNode",
             grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[_SERVICES]),
+            controller_options=ControllerOptions(runtime_env={"env_vars": _PROXY_ENVIRONMENT}),
         )
     deployment = serve.deployment(
         Replica,
         name="gradrule",
-        # The server limits requests itself, and a client's stream counts as one request even while it is idle.
-        max_ongoing_requests=1000,
+        # The server limits streams and requests itself. Ray Serve counts a client's stream as a request even while it
+        # is idle, and kills replicas that have so many requests, since their health checks wait for a free place.
+        max_ongoing_requests=100_000,
         health_check_period_s=5,
         graceful_shutdown_timeout_s=30,
         # The server has an access log of its own, which knows how calls ended.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from ray.serve.request_router import ReplicaID
 
@@ -37,18 +38,29 @@ class LeavingReplicas:
         with self._lock:
             self._streams.pop(request_id, None)
 
-    def set_replica(self, request_id: str, replica: ReplicaID) -> None:
-        """Records where a call was sent. Does nothing for calls that were not added."""
+    def set_replica(self, request_id: str, replica: ReplicaID, *, is_leaving: bool) -> None:
+        """Records where a call was sent. Does nothing for calls that were not added.
+
+        Args:
+            request_id: Of the call.
+            replica: Which has accepted the call.
+            is_leaving: The replica takes no more calls, since the router chose it.
+        """
         with self._lock:
             if (stream := self._streams.get(request_id)) is not None:
                 stream.replica = replica
+                if is_leaving:
+                    stream.loop.call_soon_threadsafe(stream.on_leaving)
 
-    def keep(self, replicas: Iterable[ReplicaID]) -> None:
-        """Records which replicas take calls now."""
-        running = set(replicas)
+    def keep(self, deployment: Any, replicas: Collection[ReplicaID]) -> None:
+        """Records which replicas of a deployment take calls now. Other deployments have routers of their own."""
         with self._lock:
             for stream in self._streams.values():
-                if stream.replica is not None and stream.replica not in running:
+                if (
+                    stream.replica is not None
+                    and stream.replica.deployment_id == deployment
+                    and stream.replica not in replicas
+                ):
                     stream.loop.call_soon_threadsafe(stream.on_leaving)
 
 

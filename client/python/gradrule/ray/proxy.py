@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -17,14 +18,15 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+from ray.serve._private import constants
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from gradrule.ray import rpcs
 from gradrule.ray.leaving_replicas import LEAVING
 from gradrule.ray.routing import program_key
 from gradrule.ray.rpcs import RPCS, Ending, Rpc
+from gradrule.ray.stream_requests import change_by_answer, change_by_request
 
-_REQUEST_ID = "request_id"
 _TYPES = {
     (False, False): gRPCStreamingType.UNARY_UNARY,
     (False, True): gRPCStreamingType.UNARY_STREAM,
@@ -32,9 +34,36 @@ _TYPES = {
     (True, True): gRPCStreamingType.STREAM_STREAM,
 }
 
+# Serve's handler shows what this logger writes.
+_log = logging.getLogger("ray.serve")
+
+# As of a server, see `ConnectionSettings` there: the clients send a ping each minute while a call is open.
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 60_000),
+    # The first is the timeout of TCP, the second that of a PING.
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+# A server does not read a stream while more of its requests run or have answers that the client has not read. Ray takes
+# any number of answers into memory, so the proxy must wait.
+_MAX_REQUESTS = 32
+
 # Codes of Ray Serve for a replica that has ended (methods of a replica raise nothing) and for an application that the
 # proxy does not know yet. In both cases, clients may try again.
 _NO_REPLICA = (None, grpc.StatusCode.OK, grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND)
+
+
+def configure_proxy() -> list[Any]:
+    """Gives the gRPC server of this proxy the keepalive of a gradrule server. Returns no HTTP middleware.
+
+    Ray Serve has no setting for this. By default, gRPC closes the connection of a client that sends three pings without
+    a message, so a session that is idle for minutes would be lost. Ray Serve calls this before it starts the server, if
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH says so.
+    """
+    constants.DEFAULT_GRPC_SERVER_OPTIONS.extend(_KEEPALIVE)
+    return []
 
 
 def add_services(_: object, server: Any) -> None:
@@ -43,6 +72,11 @@ def add_services(_: object, server: Any) -> None:
     Args:
         server: `gRPCGenericServer` of Ray Serve.
     """
+    if _KEEPALIVE[0] not in constants.DEFAULT_GRPC_SERVER_OPTIONS:
+        _log.warning(
+            "gradrule: this proxy ends connections that are idle for minutes, and their sessions. Restart Ray Serve "
+            "with the controller_options of deploy/ray/serve.yaml"
+        )
     for service, entries in groupby(RPCS, key=lambda rpc: rpc.service):
         # Without this, Ray Serve would put its own handlers in the place of these.
         server.add_passthrough_service(service)
@@ -79,10 +113,13 @@ def _stream_handler(rpc: Rpc, serve_handler: Callable[..., AsyncIterator[Any]]) 
     async def handle_stream(request: Any, context: Any) -> AsyncIterator[bytes]:
         call = CallContext(context, call_metadata(rpc, request, context))
         leaving = asyncio.Event()
+        window = RequestWindow(rpc)
         if rpc.path == rpcs.STREAM_EVALUATE:
             # The server answers what has arrived and ends the stream. Sessions go on: their state is on the replica.
             request = _until(request, leaving)
             LEAVING.add(call.request_id, leaving.set)
+        if rpc.has_request_stream:
+            request = window.limited(request)
         ending = None
         try:
             async with contextlib.aclosing(serve_handler(request, call)) as answers:  # type: ignore[type-var]  # an async generator
@@ -91,7 +128,10 @@ def _stream_handler(rpc: Rpc, serve_handler: Callable[..., AsyncIterator[Any]]) 
                         ending = answer
                     else:
                         yield answer
+                        # The client has read it, or gRPC's buffer for the client has room.
+                        window.count_answer(answer)
         finally:
+            window.close()
             LEAVING.remove(call.request_id)
         if ending is None:
             await call.abort()
@@ -112,14 +152,13 @@ async def _abort(context: Any, ending: Ending) -> NoReturn:
 
 def call_metadata(rpc: Rpc, request: Any, context: Any) -> list[tuple[str, str | bytes]]:
     """Returns the metadata that Ray Serve and the replica get: the client's, and that of `rpcs`."""
-    sent = context.invocation_metadata()
-    metadata = [(key, value) for key, value in sent if key not in (_REQUEST_ID, rpcs.TIMEOUT)]
+    metadata = [(key, value) for key, value in context.invocation_metadata() if key not in rpcs.SET_BY_PROXY]
     # Ray Serve's name for the call, which must be unique in this process.
-    metadata.append((_REQUEST_ID, str(uuid.uuid4())))
+    metadata.append((rpcs.REQUEST_ID, str(uuid.uuid4())))
     left_s = context.time_remaining()
     if left_s is not None:
         metadata.append((rpcs.TIMEOUT, repr(left_s)))
-    if rpc.path == rpcs.EVALUATE and all(key != rpcs.PROGRAM for key, _ in sent):
+    if rpc.path == rpcs.EVALUATE:
         metadata.append((rpcs.PROGRAM, program_key(request)))
     return metadata
 
@@ -142,6 +181,38 @@ async def _until(requests: AsyncIterator[bytes], end: asyncio.Event) -> AsyncIte
         ended.cancel()
 
 
+class RequestWindow:
+    """Lets a limited number of requests of a stream wait for answers that the client reads."""
+
+    def __init__(self, rpc: Rpc) -> None:
+        self._rpc = rpc
+        self._pending = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    async def limited(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yields the messages of a client, each when there is room."""
+        async for message in messages:
+            await self._has_room.wait()
+            self._change(change_by_request(self._rpc, message))
+            yield message
+
+    def count_answer(self, answer: bytes) -> None:
+        """Counts a message of the server that the client has read."""
+        self._change(change_by_answer(self._rpc, answer))
+
+    def close(self) -> None:
+        """Ends the waiting of `limited`, once nothing answers any more."""
+        self._has_room.set()
+
+    def _change(self, by: int) -> None:
+        self._pending = max(0, self._pending + by)
+        if self._pending < _MAX_REQUESTS:
+            self._has_room.set()
+        else:
+            self._has_room.clear()
+
+
 class CallContext:
     """Stands for gRPC's context of a call towards Ray Serve: adds metadata, and keeps the status that Serve sets.
 
@@ -155,7 +226,7 @@ class CallContext:
         self._metadata = metadata
         self._code: grpc.StatusCode | None = None
         self._details = ""
-        self.request_id = str(dict(metadata)[_REQUEST_ID])
+        self.request_id = str(dict(metadata)[rpcs.REQUEST_ID])
         self.auth_context = context.auth_context
         self.peer = context.peer
         self.peer_identities = context.peer_identities

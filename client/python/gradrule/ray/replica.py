@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
+from ray import serve
 
 from gradrule._rpc import channels
 from gradrule._rpc.local_server import LocalServer
-from gradrule.common import wire_format
 from gradrule.errors import InvalidParamError
 from gradrule.ray import rpcs
 from gradrule.ray.autoscaling import REQUESTS
 from gradrule.ray.rpcs import RPCS, Ending, Rpc
-from gradrule.v1 import evaluate_pb2
+from gradrule.ray.stream_requests import change_by_answer, change_by_request
 
 # Serve's handler shows what this logger writes.
 _log = logging.getLogger("ray.serve")
@@ -41,23 +41,11 @@ _SETTINGS = {
     "max_connection_streams": 100_000,
 }
 _REFUSED = {
+    "config": "its settings are arguments of the application or variables GRADRULE_*",
     "tls_cert": "the gRPC proxies of Ray Serve do not encrypt; put a proxy that does in front of them",
     "tls_client_ca": "the gRPC proxies of Ray Serve do not encrypt, so use tokens; put a proxy that encrypts in front",
     "http_port": "Ray Serve does not forward it; start `gradrule gateway` beside the application",
 }
-
-
-# Fields of the messages of StreamEvaluate that start and that end a request.
-_REQUEST_FIELDS = frozenset(
-    field.number
-    for field in evaluate_pb2.StreamEvaluateRequest.DESCRIPTOR.oneofs_by_name["request"].fields
-    if field.name not in ("chunk", "cancel")
-)
-_ANSWER_FIELDS = frozenset(
-    field.number
-    for field in evaluate_pb2.StreamEvaluateResponse.DESCRIPTOR.oneofs_by_name["response"].fields
-    if field.name != "chunk"
-)
 
 
 class Replica:
@@ -69,7 +57,7 @@ class Replica:
         settings: Flags of `gradrule serve`, with `_` for `-`. Variables `GRADRULE_*` of the replica hold too.
 
     Raises:
-        InvalidParamError: The server refuses a setting.
+        InvalidParamError: The server refuses a setting, the replicas share no registry, or tokens are not encrypted.
         UnavailableError: The server did not start.
     """
 
@@ -77,10 +65,14 @@ class Replica:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         for name, reason in _REFUSED.items():
-            if settings.get(name) or os.environ.get(f"GRADRULE_{name.upper()}"):
+            if _is_set(settings, name):
                 raise InvalidParamError(f"a server in Ray Serve cannot have the setting {name}: {reason}")
+        _check_credentials(settings)
         chosen = {**settings, **_SETTINGS}
-        if not (settings.get("registry") or os.environ.get("GRADRULE_REGISTRY")):
+        has_shared_registry = _is_set(settings, "registry")
+        if (replicas := _max_replicas()) > 1:
+            _check_shared_state(replicas, settings, has_shared_registry)
+        if not has_shared_registry:
             # The data folder has the registry, so it must outlive the replica, and only one server can use it.
             chosen.setdefault("data_dir", _default_data_dir())
         if registry := chosen.pop("registry", ""):
@@ -88,7 +80,7 @@ class Replica:
             os.environ["GRADRULE_REGISTRY"] = registry
         self._requests = 0
         self._is_stopping = False
-        self._server = LocalServer(chosen, log_to_stderr=True)
+        self._server = LocalServer(chosen, log_to_stderr=True, kills_children=True)
         self._target = self._server.start()
         threading.Thread(target=self._end_with_server, daemon=True, name="gradrule server").start()
 
@@ -177,6 +169,7 @@ class StreamCounter:
     """
 
     def __init__(self, rpc: Rpc, add: Callable[[int], None]) -> None:
+        self._rpc = rpc
         self._add = add
         self._has_requests = rpc.path == rpcs.STREAM_EVALUATE
         self._pending = 0
@@ -186,32 +179,24 @@ class StreamCounter:
     async def counted(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yields the requests, and counts them."""
         async for request in requests:
-            if self._has_requests and _has_field(request, _REQUEST_FIELDS):
-                self._change(1)
+            if self._has_requests:
+                self._change(change_by_request(self._rpc, request))
             yield request
 
     def count_response(self, response: bytes) -> None:
         """Counts a response."""
-        if self._has_requests and _has_field(response, _ANSWER_FIELDS):
-            self._change(-1)
+        if self._has_requests:
+            self._change(change_by_answer(self._rpc, response))
 
     def close(self) -> None:
         """Counts the requests of the stream no longer."""
         self._change(-self._pending)
 
     def _change(self, by: int) -> None:
-        # A request that is malformed has an answer but does not count.
+        # The server also answers parts of requests that it refuses.
         by = max(by, -self._pending)
         self._pending += by
         self._add(by)
-
-
-def _has_field(message: bytes, numbers: frozenset[int]) -> bool:
-    """Returns whether a message has one of the fields."""
-    try:
-        return any(number in numbers for number, _, _ in wire_format.fields(message, 0, len(message)))
-    except wire_format.MalformedError:
-        return False
 
 
 def call_options(context: Any) -> dict[str, Any]:
@@ -230,6 +215,50 @@ async def _ending(call: Any, message: bytes | None) -> Ending:
     code, details = await call.code(), await call.details()
     trailers = tuple((key, value) for key, value in await call.trailing_metadata() or ())
     return Ending(code.name, details or "", trailers, message)
+
+
+def _is_set(settings: Mapping[str, Any], name: str) -> bool:
+    """Returns whether a setting has a value, as an argument of the application or as an environment variable."""
+    value = settings.get(name) or os.environ.get(f"GRADRULE_{name.upper()}") or ""
+    return str(value).lower() not in ("", "0", "no", "off", "false")
+
+
+def _check_credentials(settings: Mapping[str, Any]) -> None:
+    """Warns of servers that everybody can call. The server itself listens on the loopback interface, so it does not.
+
+    Raises:
+        InvalidParamError: Clients would send tokens unencrypted.
+    """
+    if not any(_is_set(settings, name) for name in ("tokens", "jwt_key", "jwt_jwks")):
+        _log.warning(
+            "the gRPC proxies of Ray Serve listen on all addresses of their nodes, and the servers ask for no "
+            "credentials (setting tokens): everybody who can reach them may run graphs"
+        )
+    elif not _is_set(settings, "insecure_tokens"):
+        raise InvalidParamError(
+            "tokens would be sent unencrypted to the gRPC proxies of Ray Serve: put a proxy that encrypts in front of "
+            "them, close their port to others, and set insecure_tokens to true"
+        )
+
+
+def _check_shared_state(replicas: int, settings: Mapping[str, Any], has_shared_registry: bool) -> None:
+    """Raises `InvalidParamError` unless several replicas can run with these settings."""
+    if not has_shared_registry:
+        raise InvalidParamError(
+            f"{replicas} replicas need a registry that they share: set the argument `registry` of the application, or "
+            "GRADRULE_REGISTRY on all nodes, to a postgresql:// URL. Without it, set num_replicas to 1"
+        )
+    if settings.get("data_dir"):
+        raise InvalidParamError(
+            f"{replicas} replicas cannot share the folder {settings['data_dir']} (data_dir), which one server locks: "
+            "leave the setting out. Each replica then has a temporary folder"
+        )
+
+
+def _max_replicas() -> int:
+    """Returns how many replicas the deployment of this one may have."""
+    config = serve.get_replica_context()._deployment_config
+    return int(config.autoscaling_config.max_replicas if config.autoscaling_config else config.num_replicas)
 
 
 def _default_data_dir() -> str:

@@ -52,7 +52,7 @@ class ProgramRouter(RequestRouter):  # type: ignore[misc]  # Ray is not checked
             return [candidate_replicas]
         # Wait between rounds if no replica takes the call.
         pending_request.routing_context.should_backoff = True
-        key = pending_request.metadata.multiplexed_model_id
+        key = pending_request.metadata.session_id
         if not key:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas))), candidate_replicas]
         loads = [
@@ -63,7 +63,8 @@ class ProgramRouter(RequestRouter):  # type: ignore[misc]  # Ray is not checked
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        leaving_replicas.LEAVING.keep({replica.replica_id for replica in replicas})
+        leaving_replicas.LEAVING.keep(self._deployment_id, {replica.replica_id for replica in replicas})
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        leaving_replicas.LEAVING.set_replica(pending_request.metadata.request_id, replica_id)
+        is_leaving = replica_id not in self.curr_replicas
+        leaving_replicas.LEAVING.set_replica(pending_request.metadata.request_id, replica_id, is_leaving=is_leaving)

@@ -8,9 +8,16 @@ from gradrule.v1 import admin_pb2, blob_pb2, evaluate_pb2, program_pb2, rule_pb2
 
 TIMEOUT = "gradrule-timeout-s"
 """Metadata from the proxy to the replica: seconds until the deadline of the call."""
-PROGRAM = "multiplexed_model_id"
-"""Metadata, by Ray Serve's name, that the router reads: identifies the program of a request."""
-FOR_PROXY = frozenset({TIMEOUT, PROGRAM, "application", "request_id", "session_id"})
+REQUEST_ID = "request_id"
+"""Metadata, by Ray Serve's name: identifies the call in the proxy."""
+PROGRAM = "session_id"
+"""Metadata, by Ray Serve's name, that the router reads: identifies the program of a request.
+
+Not `multiplexed_model_id`: a router that does not choose replicas by it keeps every request that has one in memory.
+"""
+SET_BY_PROXY = frozenset({TIMEOUT, REQUEST_ID, PROGRAM, "multiplexed_model_id"})
+"""Metadata that the proxy does not accept from clients."""
+FOR_PROXY = SET_BY_PROXY | {"application"}
 """Metadata for the proxy and the replica, which they do not pass to the server."""
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
 STREAM_EVALUATE = "/gradrule.v1.GradientService/StreamEvaluate"
