@@ -387,15 +387,18 @@ class SharedBlobStore(BlobStore):
         """Enters objects into the index that it lacks, and removes blobs without objects. Raises `ObjectStoreError`."""
         objects = self._shared.objects
 
-        def is_missing(key: str) -> bool:
-            try:
-                objects.read(key, 0, 1)
-            except ObjectNotFoundError:
+        def find_missing(keys: Sequence[str]) -> Sequence[str]:
+            missing = []
+            for key in keys:
+                try:
+                    objects.read(key, 0, 1)
+                except ObjectNotFoundError:
+                    missing.append(key)
+            if missing:
                 check_owner(objects, self._shared.registry_id)
-                return True
-            return False
+            return missing
 
-        added, lost = self._shared.index.compare(blob_objects(objects), is_missing)
+        added, lost = self._shared.index.compare(blob_objects(objects), find_missing)
         if added:
             _log.info("%d blobs in %s were entered into the index", added, objects.url)
         if lost:

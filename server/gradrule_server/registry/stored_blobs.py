@@ -318,18 +318,20 @@ class StoredBlobs:
         with self._database.read() as connection:
             return connection.execute(select(_blobs.c.object).limit(1)).first() is None
 
-    def compare(self, objects: Iterable[tuple[str, int]], is_missing: Callable[[str], bool]) -> tuple[int, int]:
+    def compare(
+        self, objects: Iterable[tuple[str, int]], find_missing: Callable[[Sequence[str]], Sequence[str]]
+    ) -> tuple[int, int]:
         """Adds objects that have no rows, and marks stored blobs without an object for deletion; returns both numbers.
 
         Args:
             objects: Key and size of each object.
-            is_missing: Returns whether an object is missing, whose key `objects` lacks: new ones may be listed late.
+            find_missing: Returns which objects are missing, of those that `objects` lacks: new ones may be listed late.
         """
         # Read the rows first: an object that another server deletes meanwhile must not be entered again.
         with self._database.read() as connection:
             before = object_states(connection)
         found = {key: (blob, length) for key, length in objects if (blob := blob_of_object(key)) is not None}
-        lost = [key for key, state in before.items() if state == STORED and key not in found and is_missing(key)]
+        lost = find_missing([key for key, state in before.items() if state == STORED and key not in found])
         # Mark them first: an object that is there may have the same blob.
         self.mark_deleted(lost)
         # Not all in one transaction: other servers wait meanwhile, and the time of a statement is limited.
