@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.postgres_database import PostgresDatabase
 from tests.cluster.postgres import PASSWORD, PostgresServer, running_postgres
 from tests.service.certificates import Authority
-from tests.service.servers import serve_command, server_environment
+from tests.service.servers import running_server, serve_command, server_environment
 from tests.waiting import wait_until
 
 
@@ -65,11 +66,22 @@ def encrypted(authority: Authority) -> Iterator[PostgresServer]:
         yield server
 
 
-def test_connection_is_encrypted_and_its_server_verified(encrypted: PostgresServer, authority: Authority) -> None:
-    url = f"{encrypted.create_database()}?sslmode=verify-full&sslrootcert={authority.file}"
-    with closing(PostgresDatabase(url)) as database, database.read() as connection:
-        query = text("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()")
-        assert connection.execute(query).scalar_one() is True
+def check(url: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Checks a registry in a process of its own: libraries that tests load may disagree with libpq's OpenSSL."""
+    command = [sys.executable, "-m", "gradrule_server", "registry", "check", "--data-dir", str(folder)]
+    environment = server_environment({"GRADRULE_REGISTRY": url})
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_connection_is_encrypted_and_its_server_verified(
+    encrypted: PostgresServer, authority: Authority, tmp_path: Path
+) -> None:
+    verified = f"{encrypted.create_database()}?sslmode=verify-full&sslrootcert={authority.file}"
+    with running_server(tmp_path, environment={"GRADRULE_REGISTRY": verified}):
+        connections = "pg_stat_ssl JOIN pg_stat_activity USING (pid)"
+        query = f"SELECT bool_and(ssl) FROM {connections} WHERE application_name = 'gradrule'"
+        assert encrypted.execute(query) == ["t"]
+    assert check(verified, tmp_path).stdout.startswith("no problems found")
 
 
 def test_another_server_is_refused(
@@ -84,9 +96,10 @@ def test_another_server_is_refused(
         (f"{url}?sslmode=verify-full&sslrootcert={tmp_path / 'missing'}", "does not exist"),
         (postgres.create_database() + verified, "does not support SSL"),
     ):
-        with pytest.raises(StoreError, match=problem) as refusal:
-            PostgresDatabase(wrong)
-        assert PASSWORD not in str(refusal.value)
+        refused = check(wrong, tmp_path)
+        assert refused.returncode == 1
+        assert problem in refused.stderr
+        assert PASSWORD not in refused.stderr
 
 
 def test_server_that_accepts_writes_is_found_among_several_hosts(postgres: PostgresServer) -> None:
