@@ -23,12 +23,6 @@ _DETAILS = "grpc-status-details-bin"
 _ANSWER_S = 60.0
 # A cheap call that needs a credential.
 _FIND_MISSING = "/gradrule.v1.BlobService/FindMissingBlobs"
-OPTIONS: list[tuple[str, Any]] = [
-    *channels.OPTIONS,
-    # gRPC's own limit is 120 s: a server that returns after an outage would wait that long for its gateway.
-    ("grpc.max_reconnect_backoff_ms", 2000),
-]
-"""Options of the channel."""
 
 
 class Upstream:
@@ -46,7 +40,7 @@ class Upstream:
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = "") -> None:
         self.target, credentials = channels.endpoint(target, credentials)
         self.may_send_tokens = credentials is not None or channels.is_local(self.target)
-        options = [*OPTIONS]
+        options = [*channels.OPTIONS]
         if server_name:
             options.append(("grpc.ssl_target_name_override", server_name))
         address = channels.address(self.target)

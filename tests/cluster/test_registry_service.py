@@ -252,6 +252,7 @@ def create_until_ok(client: gr.Client, name: str) -> None:
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_calls_go_on_while_the_database_is_away(clean: Pair, load: Load, how: str) -> None:
     clean.here.create_rule("Before", "4 * dy")
+    described = clean.here.program("held")
     try:
         clean.postgres.stop() if how == "stopped" else clean.postgres.kill()
         for client in (clean.here, clean.there):
@@ -264,6 +265,14 @@ def test_calls_go_on_while_the_database_is_away(clean: Pair, load: Load, how: st
                 gradient(client, "Unknown")
             with refused("UNAVAILABLE"):
                 client.program("unknown")
+            # A client that starts now may use a program that the server holds, whichever server created it.
+            found = client.program("held").message
+            assert (found.name, found.digests, found.overrides) == (
+                described.message.name,
+                described.message.digests,
+                described.message.overrides,
+            )
+            assert run(client, "held") == 2
             # A server that holds the rule needs no database for a new program.
             assert gradient(client, "Held") == 2
         load.wait_for_calls()

@@ -77,6 +77,7 @@ const TRIES = 4;
 
 // Only UNAVAILABLE is retried, because the server has not accepted the request. Throttling stops retries while most calls fail.
 const SERVICE_CONFIG = {
+  loadBalancingConfig: [{ round_robin: {} }],
   methodConfig: [
     {
       name: [{}],
@@ -88,6 +89,8 @@ const SERVICE_CONFIG = {
         retryableStatusCodes: ["UNAVAILABLE"],
       },
     },
+    // The client sends the calls of a lost stream again itself.
+    { name: [{ service: GradientService.typeName, method: GradientService.method.streamEvaluate.name }] },
   ],
   // A server that goes away fails all its calls at once, and each of them must be retried. 1,000 is the maximum of gRPC.
   retryThrottling: { maxTokens: 1000, tokenRatio: 1 },
@@ -96,8 +99,12 @@ const SERVICE_CONFIG = {
 const CHANNEL_OPTIONS = {
   "grpc.max_receive_message_length": -1,
   "grpc.max_send_message_length": -1,
-  "grpc.keepalive_time_ms": 60_000,
-  "grpc.keepalive_timeout_ms": 20_000,
+  // A server that hangs is noticed after at most 24 s, so that a call with a timeout of 30 s reaches another server.
+  "grpc.keepalive_time_ms": 16_000,
+  "grpc.keepalive_timeout_ms": 8_000,
+  // gRPC's own limits are 120 s and 30 s: a client would find a server that returns, or has a new address, that late.
+  "grpc.max_reconnect_backoff_ms": 2_000,
+  "grpc.dns_min_time_between_resolutions_ms": 500,
   "grpc.service_config": JSON.stringify(SERVICE_CONFIG),
   "grpc.service_config_disable_resolution": 1,
   // Requests larger than the buffer are not retried.

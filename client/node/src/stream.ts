@@ -141,7 +141,13 @@ class Connection {
         end(outcome);
       };
       const cancel = (): void => cancelRequest({ kind: "cancelled" });
-      const timer = setTimeout(() => cancelRequest({ kind: "expired" }), Math.max(deadline - Date.now(), 0) + GRACE_MS);
+      const expire = (): void => {
+        end({ kind: "expired" });
+        // Servers answer late requests themselves, so this one hangs: other calls must not wait for it.
+        this.ended = true;
+        this.call.cancel();
+      };
+      const timer = setTimeout(expire, Math.max(deadline - Date.now(), 0) + GRACE_MS);
       signal?.addEventListener("abort", cancel, { once: true });
       this.pending.set(id, { pieces: [], end });
       void this.send(id, request, deadline);

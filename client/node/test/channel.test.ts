@@ -24,7 +24,7 @@ const RULE = Buffer.from(toBinary(GetRuleResponseSchema, create(GetRuleResponseS
 
 async function against(
   handler: Handler,
-  use: (client: Client) => Promise<void>,
+  use: (client: Client, address: string) => Promise<void>,
   options: ConnectOptions = {},
   paths = ["/gradrule.v1.RuleService/GetRule"],
 ) {
@@ -49,7 +49,7 @@ async function against(
   });
   const client = connect(`127.0.0.1:${port}`, options);
   try {
-    await use(client);
+    await use(client, `127.0.0.1:${port}`);
   } finally {
     client.close();
     server.forceShutdown();
@@ -76,6 +76,29 @@ function trailer(...details: [DescMessage, MessageInitShape<DescMessage>][]): Me
   metadata.set("grpc-status-details-bin", Buffer.from(toBinary(StatusSchema, status)));
   return metadata;
 }
+
+test("calls take the servers of a target one after the other, and go on without one of them", async () => {
+  const counts = [0, 0];
+  const counted =
+    (server: number): Handler =>
+    (_, answer) => {
+      counts[server]! += 1;
+      answer(null, RULE);
+    };
+  await against(counted(0), async (_, first) => {
+    let both: Client | undefined;
+    await against(counted(1), async (_, second) => {
+      both = connect(`ipv4:${first},${second}`);
+      // Both are connected after a while.
+      while (counts.includes(0)) await both.getRule("r");
+      const [one, two] = counts as [number, number];
+      for (let call = 0; call < 10; call++) await both.getRule("r");
+      assert.deepEqual(counts, [one + 5, two + 5]);
+    });
+    for (let call = 0; call < 4; call++) assert.equal((await both!.getRule("r")).name, "r");
+    both!.close();
+  });
+});
 
 test("an error brings its reason, findings, resource and delay", async () => {
   const metadata = trailer(

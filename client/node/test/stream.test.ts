@@ -208,6 +208,18 @@ test("a call on the stream can be given up, and has a deadline", async () => {
   );
 });
 
+test("a stream that does not answer is left", async () => {
+  await against(
+    (stream) => (stream === 1 ? "silence" : "answer"),
+    async (program) => {
+      await ways(program, 3);
+      await assert.rejects(way(program, { timeout: 0.05 }), { reason: "DEADLINE_EXCEEDED" });
+      assert.equal(await way(program, { timeout: 5 }), "stream");
+      assert.equal(counts.streams, 2);
+    },
+  );
+});
+
 test("what is too long for the server goes in chunks, there and back", async () => {
   await against(
     () => "answer",

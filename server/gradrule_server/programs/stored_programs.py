@@ -8,7 +8,8 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gradrule.v1 import program_pb2
+from gradrule.v1 import errors_pb2, program_pb2
+from gradrule_server.errors import GradruleError
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import ProgramCache, StoredKey
@@ -53,7 +54,7 @@ class StoredPrograms:
             async with self._programs.acquired_blobs(source):
                 stored = await asyncio.to_thread(store)
             if stored.program.name not in deleted:
-                self._cache.put(StoredKey(stored.program.name, _BASE), program)
+                self._cache.put(StoredKey(stored.program.name, _BASE), _described(program, stored))
         return stored.program
 
     async def find(
@@ -73,8 +74,15 @@ class StoredPrograms:
         return key, *await self._find(key, recovery, is_used)
 
     async def get(self, name: str) -> program_pb2.Program:
-        """Returns the description of a program. Raises PROGRAM_NOT_FOUND."""
-        return (await asyncio.to_thread(self._programs.get, name)).program
+        """Returns the description of a program, from memory while the database is away. Raises PROGRAM_NOT_FOUND."""
+        try:
+            return (await asyncio.to_thread(self._programs.get, name)).program
+        except GradruleError as cause:
+            held = self._cache.get(StoredKey(_full_name(name), _BASE), is_counted=False)
+            # Calls of this program go on too.
+            if cause.reason != errors_pb2.ERROR_REASON_UNAVAILABLE or held is None:
+                raise
+            return held.compiled.message
 
     async def list(self, page_size: int, page_token: str) -> tuple[list[program_pb2.Program], str]:
         """Returns a page of programs, and the token of the next page."""
@@ -116,7 +124,7 @@ class StoredPrograms:
                 graph_bytes, functools.partial(self._content, stored), key.call, recovery
             )
             if key.name not in deleted:
-                self._cache.put(key, program, is_used=is_used)
+                self._cache.put(key, _described(program, stored), is_used=is_used)
         return program, True
 
 
@@ -140,6 +148,11 @@ class DeletedNames:
         """Adds a name that was deleted now."""
         for names in self._watches:
             names.add(name)
+
+
+def _described(program: RunnableProgram, stored: StoredProgram) -> RunnableProgram:
+    """Returns the program with the description that the registry has: with its name and creation time."""
+    return replace(program, compiled=replace(program.compiled, program=stored.program.SerializeToString()))
 
 
 def _full_name(name: str) -> str:

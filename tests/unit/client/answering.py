@@ -42,7 +42,7 @@ OnStream = Callable[[int, evaluate_pb2.StreamEvaluateRequest, Any], "bytes | Non
 class Answering(grpc.GenericRpcHandler):
     """Counts what comes. `on_stream` decides what becomes of a request on a stream; it may end the call."""
 
-    def __init__(self, max_message_bytes: int = -1) -> None:
+    def __init__(self, max_message_bytes: int = -1, address: str = "localhost:0") -> None:
         self.alone = 0
         """Calls that came alone."""
         self.streams = 0
@@ -55,7 +55,7 @@ class Answering(grpc.GenericRpcHandler):
             futures.ThreadPoolExecutor(16), options=[("grpc.max_receive_message_length", max_message_bytes)]
         )
         self._server.add_generic_rpc_handlers((self,))
-        self.target = f"localhost:{self._server.add_insecure_port('localhost:0')}"
+        self.target = f"{address.rpartition(':')[0]}:{self._server.add_insecure_port(address)}"
         self._server.start()
 
     def stop(self) -> None:
@@ -95,6 +95,8 @@ class Answering(grpc.GenericRpcHandler):
                 status = self.on_stream(stream, message, context)
                 if status is not None:
                     yield from self._messages(message, status, request)
+            elif message.WhichOneof("request") == "forward" and (status := self.on_stream(stream, message, context)):
+                yield status
         self.ended.release()
 
     def _messages(

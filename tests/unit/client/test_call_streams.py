@@ -134,6 +134,39 @@ def test_the_deadline_of_a_call_that_is_not_answered(program: Any, answering: An
     assert way(program) in ("alone", "stream")
 
 
+def test_a_stream_that_does_not_answer_is_left(program: Any, answering: Answering) -> None:
+    streaming(program)
+    answering.on_stream = lambda number, request, context: None if number == 1 else b""
+    with pytest.raises(gr.errors.DeadlineExceededError):
+        way(program, timeout=0.2)
+    # Other calls need not find out too that the server hangs.
+    assert way(program, timeout=5.0) == "stream"
+    assert answering.streams == 2
+
+
+def test_a_long_call_is_attempted_as_often_as_others(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradrule._rpc.call_routes.MAX_WHOLE_BYTES", 4)
+    answering.on_stream = lambda number, request, context: context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
+    with gr.connect(answering.target) as client, pytest.raises(gr.errors.UnavailableError):
+        way(client.program(PROGRAM))
+    assert answering.streams == 4
+
+
+def test_a_forward_run_whose_stream_is_lost_is_repeated(program: Any, answering: Answering) -> None:
+    streaming(program)
+
+    def lose_the_first(number: int, request: Any, context: Any) -> bytes:
+        if number == 1:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+        answer = evaluate_pb2.StreamEvaluateResponse(request_id=request.request_id)
+        answer.forward.handle = "h"
+        return answer.SerializeToString()
+
+    answering.on_stream = lose_the_first
+    program.forward({"x": X})
+    assert answering.streams == 2
+
+
 def test_threads_share_a_stream(answering: Answering) -> None:
     with gr.connect(answering.target) as client, futures.ThreadPoolExecutor(8) as threads:
         program = client.program(PROGRAM)

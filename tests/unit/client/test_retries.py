@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 
 import gradrule as gr
+from gradrule._rpc import channels
 from tests.unit.client.answering import MIB, PROGRAM, Answering
+from tests.waiting import wait_until
 
 CALLS = 16
 
@@ -102,3 +106,72 @@ def test_call_whose_answer_is_lost_twice_fails(losing: LosingAnswers, monkeypatc
         program = client.program(PROGRAM)
         with pytest.raises(gr.errors.UnavailableError, match="reset by peer"):
             program.evaluate({"x": [1.0]})
+
+
+class NameServer:
+    """Answers each DNS query for IPv4 addresses with `addresses`."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses = addresses
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.target = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._answer_all)
+        self._thread.start()
+
+    def _answer_all(self) -> None:
+        while True:
+            query, sender = self._socket.recvfrom(512)
+            if not query:
+                return
+            name_end = query.index(0, 12)
+            (query_type,) = struct.unpack_from(">H", query, name_end + 1)
+            found = [socket.inet_aton(address) for address in self.addresses] if query_type == 1 else []
+            # The name is that of the question, the type A, the class IN, and nobody may keep it.
+            answers = b"".join(b"\xc0\x0c" + struct.pack(">HHIH", 1, 1, 0, 4) + address for address in found)
+            head = query[:2] + struct.pack(">HHHHH", 0x8400, 1, len(found), 0, 0)
+            self._socket.sendto(head + query[12 : name_end + 5] + answers, sender)
+
+    def close(self) -> None:
+        self._socket.sendto(b"", self._socket.getsockname())
+        self._thread.join()
+        self._socket.close()
+
+
+def test_servers_that_got_new_addresses_are_found_at_once() -> None:
+    """As after an update on Kubernetes; by default, gRPC would look the name up every 30 s."""
+    names = NameServer("127.0.0.1")
+    server = Answering()
+    port = server.target.rpartition(":")[2]
+    try:
+        with gr.connect(f"dns://{names.target}/servers.test:{port}", stream=False) as client:
+            program = client.program(PROGRAM)
+            for address in ("127.0.0.2", "127.0.0.3"):
+                program.evaluate({"x": [1.0]})
+                names.addresses = (address,)
+                server.stop()
+                server = Answering(address=f"{address}:{port}")
+                wait_until(lambda: answers(program) or None, "the server at its new address", 10)
+    finally:
+        server.stop()
+        names.close()
+
+
+def answers(program: Any) -> bool:
+    try:
+        program.evaluate({"x": [1.0]})
+    except gr.errors.UnavailableError:
+        return False
+    return True
+
+
+def test_a_server_that_hangs_is_left_before_the_default_deadline() -> None:
+    options = dict(channels.OPTIONS)
+    noticed_ms = options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"]
+    assert noticed_ms < 30_000
+    # Servers close connections that send more PINGs.
+    assert options["grpc.keepalive_time_ms"] > 15_000
+
+
+def test_a_server_that_returns_is_found_within_seconds() -> None:
+    assert dict(channels.OPTIONS)["grpc.max_reconnect_backoff_ms"] <= 2000

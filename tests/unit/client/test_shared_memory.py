@@ -10,7 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from gradrule._rpc import shared_memory
-from gradrule._rpc.shared_memory import SharedMemory
+from gradrule._rpc.shared_memory import SharedCall, SharedMemory
+from gradrule.errors import SharedMemoryLostError
 from gradrule.v1 import evaluate_pb2
 
 _OFFER = evaluate_pb2.ShareMemoryResponse(max_bytes=4 << 20).SerializeToString()
@@ -59,3 +60,24 @@ def test_full_memory_is_replaced_by_one_of_twice_the_size_up_to_the_limit(
     assert sizes == [1, 2, 4, 4]
     assert memory.is_shared
     memory.close()
+
+
+def test_memory_is_not_passed_again_soon_if_calls_reach_several_servers(ends: list[socket.socket]) -> None:
+    memory, call = SharedMemory(), Mock(reader=None)
+    memory.open(call, 1, _OFFER, 1.0)
+    assert memory._attached is not None
+    shared = SharedCall[Any](call, (), memory._attached, ())
+    memory.end(shared, SharedMemoryLostError("another server"))
+    assert not memory.must_open()
+    assert "several servers" in memory.refusal
+    assert ends[0].recv(1) == b""
+
+
+def test_memory_of_a_server_that_was_restarted_is_passed_again_at_once(ends: list[socket.socket]) -> None:
+    memory, call = SharedMemory(), Mock(reader=None)
+    memory.open(call, 1, _OFFER, 1.0)
+    assert memory._attached is not None
+    shared = SharedCall[Any](call, (), memory._attached, ())
+    ends[0].close()
+    memory.end(shared, SharedMemoryLostError("restarted"))
+    assert memory.must_open()

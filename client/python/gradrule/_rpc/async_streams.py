@@ -71,7 +71,8 @@ class AsyncStream:
                 raise self._closed() from cause
         connection = self._connection
         number, future = connection.send(stream_messages.kind_of(call), parts, size, timeout)
-        late = asyncio.get_running_loop().call_later(timeout + stream_messages.GRACE_S, _expire, future, timeout)
+        late_s = timeout + stream_messages.GRACE_S
+        late = asyncio.get_running_loop().call_later(late_s, connection.time_out, future, timeout)
         try:
             kind, data = await future
         finally:
@@ -101,6 +102,7 @@ class AsyncConnection:
         self._used_at = self._loop.time()
         self._keeps_handles = False
         self._is_closed = False
+        self._is_late = False
         self.ended = False
         self._call = open_stream(metadata=metadata)
         self._reader = asyncio.ensure_future(self._read())
@@ -132,6 +134,14 @@ class AsyncConnection:
         if self.waiting.pop(number, None) is not None and not self.ended:
             self._outgoing.append((0, stream_messages.cancellation(number)))
             self._wake_writer()
+
+    def time_out(self, future: asyncio.Future[_Answer], timeout: float) -> None:
+        """Fails a request that is not answered, and ends the stream: servers answer late requests themselves."""
+        if future.done():
+            return
+        future.set_exception(DeadlineExceededError(f"no answer within {timeout:.3g} s"))
+        self.ended = self._is_late = True
+        self._call.cancel()
 
     async def close(self) -> None:
         """Ends the stream and cancels its requests."""
@@ -193,7 +203,11 @@ class AsyncConnection:
         except grpc.RpcError as cause:
             failure = error_of(cause)
         except asyncio.CancelledError:
-            failure = CancelledError("the call was cancelled; its client was closed meanwhile")
+            failure = (
+                UnavailableError("the stream was closed: the server had not answered a request in time")
+                if self._is_late
+                else CancelledError("the call was cancelled; its client was closed meanwhile")
+            )
         except InternalError as cause:
             failure = cause
             self._call.cancel()
@@ -221,11 +235,6 @@ class AsyncConnection:
         del self.waiting[number]
         if not future.done():
             future.set_result((kind, data))
-
-
-def _expire(future: asyncio.Future[_Answer], timeout: float) -> None:
-    if not future.done():
-        future.set_exception(DeadlineExceededError(f"no answer within {timeout:.3g} s"))
 
 
 def _retrieve(future: asyncio.Future[_Answer]) -> None:

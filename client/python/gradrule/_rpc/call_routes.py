@@ -25,7 +25,7 @@ REPEATED_WITHIN_S = 60.0
 _MAX_PENDING = 32
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 TRIES = 4
-"""Attempts of a call in chunks if streams are lost; equal to `maxAttempts` of other calls."""
+"""Attempts of a call over a stream if streams are lost; equal to `maxAttempts` of other calls."""
 
 
 def checked_timeout(timeout: Any) -> float:
@@ -74,6 +74,11 @@ def limit(call: Call[Any], timeout: Any, default_s: float, compile_s: float) -> 
     if isinstance(request, evaluate_pb2.EvaluateRequest):
         request.run_timeout.FromNanoseconds(int(default_s * 1e9))
     return default_s + compile_s
+
+
+def tries(call: Call[Any]) -> int:
+    """Returns the number of attempts of a call that only streams have: one if it names a handle of its stream."""
+    return TRIES if isinstance(call.request, evaluate_pb2.ForwardRequest) else 1
 
 
 def remaining_s(ends_at: float) -> float:
@@ -134,5 +139,5 @@ class Routes:
 
 
 def pause_before(attempt: int) -> float:
-    """Returns the seconds to wait before the next attempt of a call in chunks; `attempt` counts earlier attempts."""
+    """Returns the seconds to wait before the next attempt over a stream; `attempt` counts earlier ones."""
     return min(0.05 * (1 << attempt - 1), 1.0)

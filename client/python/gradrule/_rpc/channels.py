@@ -26,7 +26,9 @@ _SERVICE_CONFIG = {
                 "backoffMultiplier": 2,
                 "retryableStatusCodes": ["UNAVAILABLE"],
             },
-        }
+        },
+        # The client sends the calls of a lost stream again itself.
+        {"name": [{"service": "gradrule.v1.GradientService", "method": "StreamEvaluate"}]},
     ],
     # A failure takes a token, an answer returns one; calls are retried while more than half of the tokens are left. A
     # server that goes away fails all its calls at once, and each of them must be retried. 1,000 is the maximum of gRPC.
@@ -41,10 +43,15 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    # A server that hangs is noticed after at most 24 s, so that a call with a timeout of 30 s reaches another server.
+    ("grpc.keepalive_time_ms", 16_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
     # Timeout of the answer to an HTTP/2 PING; keepalive_timeout_ms applies to TCP only.
-    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 8_000),
+    # gRPC's own limit is 120 s: a server that returns after an outage would wait that long for its clients.
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # gRPC's own limit is 30 s: a client whose servers all got new addresses would not find them for that long.
+    ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),
 ]
 

@@ -237,7 +237,10 @@ class SharedMemory:
         if failure is None:
             return
         is_ended = isinstance(failure, GradruleError) and failure.code in _CODES_OF_ENDED_CALLS
-        if not (is_ended and shared.attached.is_alive) or getattr(failure, "reason", "") == "SHARED_MEMORY_LOST":
+        is_lost = isinstance(failure, SharedMemoryLostError)
+        if is_lost and shared.attached.is_alive:
+            self.refuse("the calls of this client reach several servers, and memory is shared with one of them")
+        if is_lost or not (is_ended and shared.attached.is_alive):
             self._retire(shared.attached)
 
     def close(self) -> None:

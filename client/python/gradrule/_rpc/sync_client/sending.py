@@ -59,10 +59,8 @@ class CallSender:
         """Sends a call and returns its answer, decoded. Raises what the call failed with."""
         parts, size = message_parts(call.request, call.large)
         if call.on_stream:
-            try:
-                return self._stream.run(call, parts, size, seconds)
-            except StreamLostError as lost:
-                raise lost.cause from None
+            # A handle is lost with its stream, so only calls that need none are sent again.
+            return self._send_over_stream(call, parts, size, seconds, call_routes.tries(call))
         if call.method != rpc_calls.EVALUATE:
             return self._send_unary(call, parts, seconds)
         if self._memory.is_worth(call, size):
@@ -100,7 +98,7 @@ class CallSender:
     def _send_evaluate(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`. It changes nothing, so it is sent again if its answer is lost."""
         if self._routes.must_chunk(size):
-            return self._send_in_chunks(call, parts, size, seconds)
+            return self._send_over_stream(call, parts, size, seconds, call_routes.TRIES)
         ends_at = time.monotonic() + seconds
         if self._may_stream(size):
             try:
@@ -118,19 +116,22 @@ class CallSender:
         except MessageTooLargeError:
             if size <= CHUNK_BYTES:
                 raise
-        answer = self._send_in_chunks(call, parts, size, call_routes.remaining_s(ends_at))
+        seconds = call_routes.remaining_s(ends_at)
+        answer = self._send_over_stream(call, parts, size, seconds, call_routes.TRIES)
         self._routes.record_too_long(size)
         return answer
 
-    def _send_in_chunks(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
-        """Sends a call that may be too long for one message."""
+    def _send_over_stream(
+        self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float, tries: int
+    ) -> R:
+        """Sends a call over the stream, at most `tries` times if streams are lost; in chunks if it is long."""
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
             try:
                 return self._stream.run(call, parts, size, call_routes.remaining_s(ends_at))
             except (StreamLostError, UnavailableError) as failure:
                 cause = failure.cause if isinstance(failure, StreamLostError) else failure
-                if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == call_routes.TRIES:
+                if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == tries:
                     raise cause from None
             sleep(call_routes.pause_before(attempt))
         raise AssertionError("the loop ends by itself")
