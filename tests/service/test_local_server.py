@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import gradrule as gr
+from gradrule._rpc import server_supervisor
+from gradrule_server.registry.data_folder import FolderLock
 from tests.processes import children, has_ended
 from tests.service.servers import server_environment
 from tests.waiting import wait_until
@@ -62,6 +64,43 @@ def test_local_server_ends_with_a_client_that_a_signal_ends(tmp_path: Path, numb
         wait_until(lambda: not any(tmp_path.iterdir()) or None, "removal of the temporary folder")
         assert not has_ended(forked)
         os.kill(forked, signal.SIGKILL)
+
+
+def test_next_start_removes_what_a_killed_supervisor_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = set(children(os.getpid()))
+    with gr.local(device="cpu") as client:
+        (supervisor,) = set(children(os.getpid())) - before
+        started = _descendants(supervisor)
+        (left,) = tmp_path.iterdir()
+        os.kill(supervisor, signal.SIGKILL)
+        wait_until(lambda: all(map(has_ended, started)) or None, "end of the server")
+        assert left.exists()
+        client.close()
+    other = tmp_path / "gradrule-local-file"
+    other.touch()
+    with gr.local(device="cpu") as first:
+        wait_until(lambda: not left.exists() or None, "removal of the folder")
+        (kept,) = (path for path in tmp_path.iterdir() if path != other)
+        with gr.local(device="cpu"):
+            # The folder of a supervisor that lives stays.
+            assert first.list_presets()
+            assert (kept / "data").exists()
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_folder_of_a_server_that_still_runs_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    running, ended = (tmp_path / f"gradrule-local-{name}" for name in ("running", "ended"))
+    for folder in (running, ended):
+        (folder / "data").mkdir(parents=True)
+    lock = FolderLock(running / "data")
+    server_supervisor._remove_abandoned_folders()
+    assert list(tmp_path.iterdir()) == [running]
+    lock.release()
+    server_supervisor._remove_abandoned_folders()
+    assert list(tmp_path.iterdir()) == []
 
 
 def _descendants(pid: int) -> set[int]:
