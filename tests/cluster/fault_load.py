@@ -30,6 +30,8 @@ WRITERS = 2
 REGISTRY_KINDS = ("program by name", "create", "delete")
 """Kinds of calls that need the database."""
 _LARGE_ROWS = 4096
+# Between the calls of a thread. Without pauses the load takes all cores, and servers need minutes to start.
+_PAUSE_S = 0.02
 _NUMBERS = itertools.count(1)
 # Whole numbers, so that NumPy and TensorFlow compute the same to the last bit.
 WEIGHTS = np.random.default_rng(1).integers(-8, 9, (64, 128)).astype(np.float32)
@@ -204,11 +206,12 @@ class Load:
                 else:
                     self.failures.append((kind, failure))
             self.calls[kind] += 1
+            self._stopping.wait(_PAUSE_S)
 
     def _write(self, client: gr.Client, number: int) -> None:
         """Creates rules and programs that use them, and deletes every second pair."""
         for factor in itertools.count(3 + number, WRITERS):
-            if self._stopping.is_set():
+            if self._stopping.wait(_PAUSE_S):
                 return
             name = f"{self.prefix}{factor}"
             self.unsure[name] = factor
@@ -231,7 +234,7 @@ class Load:
             self.calls[kind] += 1
         return True
 
-    def wait_for_calls(self, count: int = 3, kinds: Sequence[str] = ()) -> None:
+    def wait_for_calls(self, count: int = WRITERS, kinds: Sequence[str] = ()) -> None:
         """Waits until every thread has ended calls that it has started after now."""
         kinds = kinds or (*self.evaluations, *REGISTRY_KINDS)
         before = Counter(self.calls)

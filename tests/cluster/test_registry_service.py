@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import re
 import threading
 import time
 from collections import Counter
@@ -24,6 +26,8 @@ from tests.waiting import wait_until
 
 _NAMES: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
 _MAX_RULES = 12
+_IMPORTED = re.compile(r"^import time:[ |\d]+ ([\w.]+)$", re.MULTILINE)
+_PACKAGES_OF_EXTRAS = {"psycopg", "fsspec", "s3fs", "botocore", "aiobotocore", "aiohttp", "ray"}
 _FLAGS = ("--max-rules", str(_MAX_RULES))
 
 
@@ -382,3 +386,18 @@ def test_another_database_server_takes_over(tmp_path: Path) -> None:
                 load.wait_for_calls()
             finally:
                 load.stop()
+
+
+def test_server_without_shared_registry_imports_no_package_of_an_extra(tmp_path: Path) -> None:
+    assert all(importlib.util.find_spec(name) for name in _PACKAGES_OF_EXTRAS)
+    with (
+        running_server(tmp_path, (), {"PYTHONPROFILEIMPORTTIME": "1"}) as server,
+        gr.connect(server.target) as client,
+    ):
+        client.create_rule("R", "2 * dy")
+        compile_with(client, "R", "p")
+        client.upload(b"a blob")
+        assert run(client, "p") == 2
+    imported = {name.partition(".")[0] for name in _IMPORTED.findall(server.log.read_text())}
+    assert {"gradrule_server", "sqlalchemy", "grpc", "tensorflow"} <= imported
+    assert not imported & _PACKAGES_OF_EXTRAS

@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 import gradrule as gr
+from gradrule._builder import blob_values
+from gradrule._messages import rpc_calls
 from gradrule._rpc import channels
+from gradrule.v1 import evaluate_pb2
 from tests.unit.client.answering import MIB, PROGRAM, Answering
 from tests.waiting import wait_until
 
@@ -106,6 +109,21 @@ def test_call_whose_answer_is_lost_twice_fails(losing: LosingAnswers, monkeypatc
         program = client.program(PROGRAM)
         with pytest.raises(gr.errors.UnavailableError, match="reset by peer"):
             program.evaluate({"x": [1.0]})
+
+
+def test_uploads_to_servers_that_share_no_blobs_end_with_advice() -> None:
+    """Each upload reaches another server than the call that needs it."""
+    blobs: dict[str, Any] = {"0" * 64: b"weights"}
+    steps = rpc_calls.call_steps(rpc_calls.evaluate_call(evaluate_pb2.EvaluateRequest(), lambda answer: answer, blobs))
+    refusal = gr.errors.BlobNotFoundError("the server does not have the blob")
+    next(steps)
+    for _ in range(3):
+        steps.throw(refusal)
+        upload = steps.send(list(blobs))
+        assert upload == blob_values.Upload("0" * 64, b"weights")
+        steps.send(None)
+    with pytest.raises(gr.errors.BlobNotFoundError, match=r"does not have the blob.*--blobs"):
+        steps.throw(refusal)
 
 
 class NameServer:

@@ -242,7 +242,13 @@ def call_steps(call: Call[R]) -> Generator[Call[Any] | blob_values.Upload, Any, 
         else:
             return answer
         yield from upload_steps(call.blobs)
-    last: R = yield bare
+    try:
+        last: R = yield bare
+    except BlobNotFoundError as refusal:
+        raise BlobNotFoundError(
+            f"{refusal.message}. The client has uploaded it {_UPLOAD_TRIES} times: if several servers have this "
+            "address, start all of them with one --blobs"
+        ) from refusal
     return last
 
 
