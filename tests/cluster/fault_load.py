@@ -73,7 +73,8 @@ class Cluster:
 
     def start(self, number: int) -> None:
         """Starts a server, and returns as soon as it says that it listens."""
-        flags = ("--port", self._ports[number], "--drain-s", "10")
+        # Clients may then ping every 2 s.
+        flags = ("--port", self._ports[number], "--drain-s", "10", "--keepalive-s", "4")
         started = running_server(self._folder / str(number), flags, self._environment)
         self.running[number] = self._stacks[number].enter_context(started)
         self._ports[number] = self.running[number].target.rpartition(":")[2]
@@ -98,17 +99,22 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def without_retries() -> Iterator[None]:
-    """Lets clients that are made within this context repeat no calls, so that they show what a fault does."""
+def options_of_clients(**changes: Any) -> Iterator[None]:
+    """Changes gRPC's options of clients that are made within this context; `_` in a name stands for a dot or `_`."""
     before = list(channels.OPTIONS)
-    config = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
-    channels.OPTIONS[:] = [
-        (name, {"grpc.service_config": config, "grpc.enable_retries": 0}.get(name, value)) for name, value in before
-    ]
+    channels.OPTIONS[:] = [(name, changes.get(name.replace(".", "_"), value)) for name, value in before]
     try:
         yield
     finally:
         channels.OPTIONS[:] = before
+
+
+@contextlib.contextmanager
+def without_retries() -> Iterator[None]:
+    """Lets clients that are made within this context repeat no calls, so that they show what a fault does."""
+    config = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+    with options_of_clients(grpc_service_config=config, grpc_enable_retries=0):
+        yield
 
 
 class Load:

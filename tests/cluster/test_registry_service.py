@@ -399,5 +399,5 @@ def test_server_without_shared_registry_imports_no_package_of_an_extra(tmp_path:
         client.upload(b"a blob")
         assert run(client, "p") == 2
     imported = {name.partition(".")[0] for name in _IMPORTED.findall(server.log.read_text())}
-    assert {"gradrule_server", "sqlalchemy", "grpc", "tensorflow"} <= imported
+    assert {"gradrule_server", "sqlalchemy", "grpc"} <= imported
     assert not imported & _PACKAGES_OF_EXTRAS

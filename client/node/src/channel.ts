@@ -35,8 +35,9 @@ export interface ConnectOptions {
    */
   readonly compileTimeout?: number;
   /**
-   * Whether repeated calls share one stream, which makes each of them faster. Must be false if a proxy distributes calls over
-   * several servers. Default: true.
+   * Whether repeated calls share one stream, which makes each of them faster. The stream goes to one server; another replaces it
+   * if that server goes away. Must be false if the calls of this client should use several servers, or if a proxy distributes them.
+   * Default: true.
    */
   readonly stream?: boolean;
   /** Compression of tensors. Default: none. */
