@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -33,6 +34,8 @@ CONFIGURATION = ROOT / "deploy/ray/serve.yaml"
 READY_S = 180.0
 """Time that Ray gets for anything, in seconds; it takes a small part of it on a machine that is idle."""
 _SERVER = b"gradrule_server"
+# Below the range of Linux for ports that a program does not choose, and above the ports of well-known services.
+_PORTS = range(20_000, 32_000)
 _QUICK = {"health_check_period_s": 1, "graceful_shutdown_timeout_s": 10, "graceful_shutdown_wait_loop_s": 0.2}
 
 
@@ -295,9 +298,17 @@ def running_ray(environment: Mapping[str, str] | None = None) -> Iterator[RayClu
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of the loopback interface that nothing listens on."""
+    """Returns ports of the loopback interface that nothing listens on.
+
+    The system does not give them to connections or to Ray, which takes many ports before Ray Serve starts.
+    """
     with contextlib.ExitStack() as sockets:
-        bound = [sockets.enter_context(socket.socket()) for _ in range(count)]
-        for one in bound:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in bound]
+        found: list[int] = []
+        for port in random.sample(_PORTS, len(_PORTS)):
+            probe = sockets.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise AssertionError("no free ports")
