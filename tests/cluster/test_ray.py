@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule.v1 import evaluate_pb2, evaluate_pb2_grpc
+from gradrule.v1 import evaluate_pb2, evaluate_pb2_grpc, program_pb2, program_pb2_grpc
 from tests.cluster.http2_pings import send_pings
 from tests.cluster.postgres import PostgresServer
 from tests.cluster.refused_calls import refusal, refused_calls
@@ -179,6 +179,15 @@ def test_proxies_forget_requests_that_were_answered(deployed: RayCluster) -> Non
 def test_proxies_let_idle_clients_send_pings(deployed: RayCluster) -> None:
     # By default, gRPC closes the connection at the third.
     assert send_pings(deployed.proxies[0], count=5, pause_s=1.1)
+
+
+async def test_thousands_of_calls_may_start_at_once(deployed: RayCluster) -> None:
+    async with grpc.aio.insecure_channel(deployed.proxies[0]) as channel:
+        stub: Any = program_pb2_grpc.ProgramServiceStub(channel)
+        requests = [program_pb2.GetProgramRequest(name="programs/none") for _ in range(3000)]
+        calls = [stub.GetProgram(request, timeout=120) for request in requests]
+        # The server may refuse some, with its own reason; gRPC would cancel them.
+        assert {await call.code() for call in calls} <= {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 async def test_replica_takes_more_streams_than_ray_serve_gives_it_threads(deployed: RayCluster) -> None:

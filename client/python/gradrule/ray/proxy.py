@@ -38,13 +38,16 @@ _TYPES = {
 _log = logging.getLogger("ray.serve")
 
 # As of a server, see `ConnectionSettings` there: the clients send a ping each minute while a call is open.
-_KEEPALIVE = [
+_GRPC_OPTIONS = [
     ("grpc.keepalive_time_ms", 60_000),
     # The first is the timeout of TCP, the second that of a PING.
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # By default gRPC cancels some calls, without a reason, where a thousand start at once.
+    ("grpc.server.max_pending_requests", 20_000),
+    ("grpc.server.max_pending_requests_hard_limit", 40_000),
 ]
 # A server does not read a stream while more of its requests run or have answers that the client has not read. Ray takes
 # any number of answers into memory, so the proxy must wait.
@@ -56,13 +59,13 @@ _NO_REPLICA = (None, grpc.StatusCode.OK, grpc.StatusCode.INTERNAL, grpc.StatusCo
 
 
 def configure_proxy() -> list[Any]:
-    """Gives the gRPC server of this proxy the keepalive of a gradrule server. Returns no HTTP middleware.
+    """Gives the gRPC server of this proxy the options of a gradrule server. Returns no HTTP middleware.
 
     Ray Serve has no setting for this. By default, gRPC closes the connection of a client that sends three pings without
     a message, so a session that is idle for minutes would be lost. Ray Serve calls this before it starts the server, if
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH says so.
     """
-    constants.DEFAULT_GRPC_SERVER_OPTIONS.extend(_KEEPALIVE)
+    constants.DEFAULT_GRPC_SERVER_OPTIONS.extend(_GRPC_OPTIONS)
     return []
 
 
@@ -72,7 +75,7 @@ def add_services(_: object, server: Any) -> None:
     Args:
         server: `gRPCGenericServer` of Ray Serve.
     """
-    if _KEEPALIVE[0] not in constants.DEFAULT_GRPC_SERVER_OPTIONS:
+    if _GRPC_OPTIONS[0] not in constants.DEFAULT_GRPC_SERVER_OPTIONS:
         _log.warning(
             "gradrule: this proxy ends connections that are idle for minutes, and their sessions. Restart Ray Serve "
             "with the controller_options of deploy/ray/serve.yaml"
