@@ -113,7 +113,9 @@ def test_no_program_loses_its_blob_and_no_limit_is_exceeded_in_races(servers: li
     with database.read() as connection:
         needed = set(connection.exec_driver_sql("SELECT name FROM program_blobs").scalars())
         rows = connection.exec_driver_sql("SELECT name, object, state FROM stored_blobs").all()
+        totals = connection.exec_driver_sql("SELECT size, number FROM stored_blob_totals").one()
     assert {row.state for row in rows} == {"stored"}
+    assert totals == (len(rows) * PAGE, len(rows))
     assert needed
     assert needed <= {row.name for row in rows}
     assert {key for key, _ in blobs.objects.iterate()} == {row.object for row in rows}

@@ -13,11 +13,12 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
     Column,
+    ColumnElement,
     Connection,
     ForeignKeyConstraint,
     Index,
@@ -76,6 +77,15 @@ Index(
     postgresql_where=_blobs.c.state == STORED,
 )
 
+# Of each folder: the sum of `size` and the number of its blobs, without those that are marked for deletion.
+_totals = Table(
+    "stored_blob_totals",
+    _metadata,
+    Column("folder", String, primary_key=True),
+    Column("size", BigInteger, nullable=False),
+    Column("number", BigInteger, nullable=False),
+)
+
 _needs = Table(
     "program_blobs",
     _metadata,
@@ -125,6 +135,7 @@ class StoredBlobs:
         self.limit = limit
         with database.write() as connection:
             _metadata.create_all(connection)
+            _count_totals(connection)
 
     def registry_id(self) -> str:
         """Returns the id of the registry."""
@@ -174,11 +185,9 @@ class StoredBlobs:
                 return None, []
             removed = _make_room(connection, folder, counted_bytes(length), limit, self.limit, kept)
             for some in _chunks(removed):
-                connection.execute(
-                    update(_blobs).where(_blobs.c.object.in_(some)).values(state=_DELETED, last_use_us=now_us)
-                )
+                _mark_deleted(connection, _blobs.c.object.in_(some))
             key = new_object(folder, name)
-            connection.execute(insert(_blobs).values(_row(key, folder, name, length, _UPLOADING, now_us)))
+            _insert(connection, [_row(key, folder, name, length, _UPLOADING, now_us)])
             return key, removed
 
     def commit(self, key: str) -> bool:
@@ -191,12 +200,12 @@ class StoredBlobs:
             if row is None or row.state != _UPLOADING:
                 return False
             is_same = (_blobs.c.folder == row.folder) & (_blobs.c.name == row.name) & (_blobs.c.state == STORED)
-            is_twin = connection.execute(select(_blobs.c.object).where(is_same)).first() is not None
-            connection.execute(
-                update(_blobs)
-                .where(_blobs.c.object == key)
-                .values(state=_DELETED if is_twin else STORED, last_use_us=_now_us(connection))
-            )
+            is_meant = _blobs.c.object == key
+            if connection.execute(select(_blobs.c.object).where(is_same)).first() is not None:
+                _mark_deleted(connection, is_meant)
+            else:
+                values = {"state": STORED, "last_use_us": _now_us(connection)}
+                connection.execute(update(_blobs).where(is_meant).values(values))
             return True
 
     def cancel(self, key: str) -> bool:
@@ -208,17 +217,14 @@ class StoredBlobs:
             is_meant = _blobs.c.object == key
             if connection.execute(select(_blobs.c.state).where(is_meant)).scalar_one_or_none() == STORED:
                 return False
-            values = {"state": _DELETED, "last_use_us": _now_us(connection)}
-            connection.execute(update(_blobs).where(is_meant).values(values))
+            _mark_deleted(connection, is_meant)
             return True
 
     def mark_deleted(self, keys: Sequence[str]) -> None:
         """Marks objects of stored blobs for deletion, because they are damaged or missing."""
         for some in _chunks(keys):
             with self._database.write() as connection:
-                is_meant = _blobs.c.object.in_(some) & (_blobs.c.state == STORED)
-                values = {"state": _DELETED, "last_use_us": _now_us(connection)}
-                connection.execute(update(_blobs).where(is_meant).values(values))
+                _mark_deleted(connection, _blobs.c.object.in_(some) & (_blobs.c.state == STORED))
 
     def forget(self, keys: Sequence[str]) -> None:
         """Removes the rows of objects that were marked and are deleted now."""
@@ -237,11 +243,12 @@ class StoredBlobs:
             return []
         with self._database.write() as connection:
             # An upload may have shown a sign of life, or another server may have taken the object, meanwhile.
-            connection.execute(
-                update(_blobs).where(_blobs.c.object.in_(keys), lost | left).values(state=_DELETED, last_use_us=now_us)
-            )
-            mine = (_blobs.c.state == _DELETED) & (_blobs.c.last_use_us == now_us)
-            return list(connection.execute(select(_blobs.c.object).where(_blobs.c.object.in_(keys), mine)).scalars())
+            is_left = _blobs.c.object.in_(keys) & left
+            taken = update(_blobs).where(is_left).values(last_use_us=_now_us(connection)).returning(_blobs.c.object)
+            return [
+                *connection.execute(taken).scalars(),
+                *_mark_deleted(connection, _blobs.c.object.in_(keys) & lost),
+            ]
 
     def record_upload(self, key: str) -> None:
         """Stores that an upload still runs, so that other servers do not discard it."""
@@ -351,7 +358,7 @@ class StoredBlobs:
                 _blobs.c.name.in_(names), _blobs.c.state == STORED
             )
             known = {(row.folder, row.name) for row in connection.execute(query_of_names)}
-            rows: list[dict[str, object]] = []
+            rows: list[dict[str, Any]] = []
             for key, (folder, name), length in objects:
                 if key in keys:
                     continue
@@ -361,11 +368,11 @@ class StoredBlobs:
                 # Different times: many rows with one time could not be read in their order by the database's index.
                 rows.append(_row(key, folder, name, length, state, now_us - len(rows)))
             if rows:
-                connection.execute(insert(_blobs), rows)
+                _insert(connection, rows)
         return sum(row["state"] == STORED for row in rows)
 
 
-def _row(key: str, folder: str, name: str, length: int, state: str, now_us: int) -> dict[str, object]:
+def _row(key: str, folder: str, name: str, length: int, state: str, now_us: int) -> dict[str, Any]:
     return {
         "object": key,
         "folder": folder,
@@ -390,7 +397,7 @@ def blob_of_object(key: str) -> BlobKey | None:
 
 def drop_index(database: sqlite3.Connection) -> None:
     """Removes the tables from a copy of a registry, which will have other objects."""
-    for table in (_needs, _blobs):
+    for table in (_needs, _blobs, _totals):
         database.execute(f"DROP TABLE IF EXISTS {table.name}")
     database.commit()
 
@@ -439,12 +446,47 @@ def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _usage(connection: Connection) -> dict[str, BlobAmount]:
+    return {
+        row.folder: BlobAmount(row.size, row.number)
+        for row in connection.execute(select(_totals).where(_totals.c.number > 0))
+    }
+
+
+def _insert(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Adds rows of blobs, and their amounts to the totals."""
+    connection.execute(insert(_blobs), rows)
+    _add_to_totals(connection, [(row["folder"], row["size"]) for row in rows if row["state"] != _DELETED], 1)
+
+
+def _mark_deleted(connection: Connection, is_meant: ColumnElement[bool]) -> list[str]:
+    """Marks objects for deletion, and takes their amounts off the totals; returns the keys that were not marked yet."""
+    values = {"state": _DELETED, "last_use_us": _now_us(connection)}
+    marked = update(_blobs).where(is_meant, _blobs.c.state != _DELETED).values(values)
+    rows = connection.execute(marked.returning(_blobs.c.object, _blobs.c.folder, _blobs.c.size)).all()
+    _add_to_totals(connection, [(row.folder, row.size) for row in rows], -1)
+    return [row.object for row in rows]
+
+
+def _add_to_totals(connection: Connection, blobs: Iterable[tuple[str, int]], sign: int) -> None:
+    """Adds blobs to the totals, or takes them off: folder and size of each."""
+    changes: dict[str, BlobAmount] = {}
+    for folder, size in blobs:
+        changes[folder] = changes.get(folder, BlobAmount()).plus(sign * size, sign)
+    for folder, change in changes.items():
+        values = {"size": _totals.c.size + change.size, "number": _totals.c.number + change.count}
+        if not connection.execute(update(_totals).where(_totals.c.folder == folder).values(values)).rowcount:
+            connection.execute(insert(_totals).values(folder=folder, size=change.size, number=change.count))
+
+
+def _count_totals(connection: Connection) -> None:
+    """Computes the totals from the rows of all blobs."""
+    connection.execute(delete(_totals))
     query = (
-        select(_blobs.c.folder, func.sum(_blobs.c.size).label("size"), func.count().label("number"))
+        select(_blobs.c.folder, func.sum(_blobs.c.size), func.count())
         .where(_blobs.c.state != _DELETED)
         .group_by(_blobs.c.folder)
     )
-    return {row.folder: BlobAmount(int(row.size), row.number) for row in connection.execute(query)}
+    connection.execute(insert(_totals).from_select(["folder", "size", "number"], query))
 
 
 def _make_room(
