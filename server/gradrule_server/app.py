@@ -91,14 +91,22 @@ async def serve(settings: Settings) -> None:
         allow_connections(settings.max_connections)
         watch = assembly.create_connection_watch(settings)
         grpc_server = GrpcServer(assembly.connection_settings(settings), watch)
-        blobs = assembly.create_blob_store(settings, store)
+        # Blobs of the data folder may be moved to the object store, and large registries are read: both may take long.
+        opening_blobs = run_in_own_thread("open-blobs", lambda: assembly.create_blob_store(settings, store))
+        blobs = await _unless_stopped(opening_blobs, stopping)
+        if blobs is None:
+            return
         if blobs.is_shared:
             stops.enter_context(PeriodicChecks(_MAINTAIN_BLOBS_EVERY_S, blobs.maintain, wait_s=_MAINTAIN_BLOBS_WAIT_S))
         pool = assembly.create_engine_pool(settings, blobs, grpc_server.set_ready)
         loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.graph_limits(settings, loaded)
         read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
-        tenants = Tenants(assembly.create_shared_resources(settings, store, blobs, loaded, limits), read_only)
+        resources = assembly.create_shared_resources(settings, store, blobs, loaded, limits)
+        opening_tenants = run_in_own_thread("open-tenants", lambda: Tenants(resources, read_only, loop))
+        tenants = await _unless_stopped(opening_tenants, stopping)
+        if tenants is None:
+            return
         admission = assembly.create_admission(settings)
         times = assembly.call_times(settings)
         pipeline = RequestPipeline(

@@ -108,10 +108,16 @@ class Tenant:
 class Tenants:
     """The loaded tenants. Belongs to one event loop; loads tenants in threads.
 
-    Applies what other servers write to their common database. Its construction reads the disk.
+    Applies what other servers write to their common database. Its construction reads the database and the disk, so it
+    may run in a thread.
+
+    Args:
+        shared: What all tenants share.
+        read_only: The rules that all tenants have.
+        loop: The event loop.
     """
 
-    def __init__(self, shared: SharedResources, read_only: ReadOnlyRules) -> None:
+    def __init__(self, shared: SharedResources, read_only: ReadOnlyRules, loop: asyncio.AbstractEventLoop) -> None:
         self._shared = shared
         self._read_only = read_only
         self._pins = PinnedBlobs(shared.store, shared.blobs)
@@ -120,7 +126,7 @@ class Tenants:
         self._loading: dict[str, asyncio.Task[Tenant]] = {}
         self._slots = asyncio.Semaphore(_MAX_LOADING)
         self._trimmed_at = 0.0
-        self._loop = asyncio.get_running_loop() if shared.store.is_shared else None
+        self._loop = loop if shared.store.is_shared else None
         # The tenants to which changes of other servers apply; used while no other change is applied.
         self._followed: dict[str, Tenant] = {}
         self._quotas: dict[str, Quota] = {}

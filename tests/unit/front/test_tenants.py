@@ -52,8 +52,8 @@ def shared(tmp_path: Path) -> Iterator[SharedResources]:
 
 
 @pytest.fixture
-def found(shared: SharedResources) -> Tenants:
-    return Tenants(shared, READ_ONLY)
+async def found(shared: SharedResources) -> Tenants:
+    return Tenants(shared, READ_ONLY, asyncio.get_running_loop())
 
 
 def pass_by(found: Tenants, tenant: Tenant) -> None:
@@ -134,7 +134,7 @@ async def test_bytes_of_rules_are_limited_and_counted_after_reloading(shared: Sh
     size = DEFINITION.ByteSize()
     server, tenant = ({**whole, "registry_bytes": 0} for whole in (shared.server, shared.tenant))
     server["registry_bytes"], tenant["registry_bytes"] = 5 * size, 3 * size
-    found = Tenants(replace(shared, server=server, tenant=tenant), READ_ONLY)
+    found = Tenants(replace(shared, server=server, tenant=tenant), READ_ONLY, asyncio.get_running_loop())
     ada = await found.load("ada")
     ada.rules.create("a", DEFINITION, "")
     ada.rules.create("b", DEFINITION, "")
@@ -150,7 +150,9 @@ async def test_bytes_of_rules_are_limited_and_counted_after_reloading(shared: Sh
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
         other.rules.create("c", DEFINITION, "d" * (size + 1))
     # A server that starts again has counted the same.
-    restarted = Tenants(replace(shared, server={**server, "registry_bytes": 4 * size}), READ_ONLY)
+    restarted = Tenants(
+        replace(shared, server={**server, "registry_bytes": 4 * size}), READ_ONLY, asyncio.get_running_loop()
+    )
     (await restarted.load("other")).rules.create("c", DEFINITION, "")
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
         (await restarted.load("other")).rules.create("d", DEFINITION, "")
