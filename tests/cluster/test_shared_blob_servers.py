@@ -98,6 +98,25 @@ def test_limits_and_programs_count_across_servers(pair: Pair, s3: S3Server, buck
     assert two.program("kept").evaluate({"x": X}).outputs["y"] == first
 
 
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_server_stores_blobs_of_programs_again_whose_objects_are_lost(
+    pair: Pair, s3: S3Server, bucket: str, is_damaged: bool
+) -> None:
+    one, two = pair.clients
+    value = one.compile(model(), fetches=["y"], name="kept").evaluate({"x": X}).outputs["y"]
+    [key] = [key for key in s3.keys(bucket) if blob_name(WEIGHTS.tobytes()) in key]
+    if is_damaged:
+        s3.client.put_object(Bucket=bucket, Key=key, Body=b"damaged")
+    else:
+        s3.client.delete_object(Bucket=bucket, Key=key)
+    # A client that does not have the weights.
+    with pytest.raises(gr.errors.BlobNotFoundError):
+        two.program("kept").evaluate({"x": X})
+    wait_until(lambda: not two.find_missing_blobs([blob_name(WEIGHTS.tobytes())]) or None, "the blob")
+    assert two.program("kept").evaluate({"x": X}).outputs["y"] == value
+    assert "was stored again from the cache" in pair.servers[0].log.read_text()
+
+
 def test_killed_server_loses_no_blob_and_its_upload_is_cleaned_up(pair: Pair, s3: S3Server) -> None:
     name = pair.clients[0].upload(WEIGHTS.tobytes())
     half = (WEIGHTS + 1).tobytes()

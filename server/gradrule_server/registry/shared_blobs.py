@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import random
 import sys
 import threading
 import time
@@ -57,6 +58,8 @@ _DELETED_BY_UPLOAD = 8
 # A blob whose bytes are wrong is read once more, because they may have been damaged on their way.
 _READ_ATTEMPTS = 2
 _RETRY_AFTER_S = 1.0
+# Time after which the periodic check begins to store no further lost blob; the next check goes on.
+_STORE_LOST_S = 5.0
 
 
 class _Shared:
@@ -81,6 +84,7 @@ class _Shared:
         self.usage = index.usage()
         self.cache_use = BlobCacheUse()
         self.warning = RepeatedWarning(_log)
+        self.lost_warning = RepeatedWarning(_log)
 
     def take_uses(self) -> dict[BlobKey, int]:
         with self.lock:
@@ -321,7 +325,8 @@ class SharedBlobStore(BlobStore):
             return
         check_owner(shared.objects, shared.registry_id)
         _log.warning(
-            "the object %s in %s %s; calls that need the blob ask clients to upload it again",
+            "the object %s in %s %s; calls that need the blob ask clients to upload it again, unless a server has it "
+            "in its cache and a program needs it: that server stores it again within seconds",
             blob.object,
             shared.objects.url,
             problem,
@@ -358,6 +363,7 @@ class SharedBlobStore(BlobStore):
             shared.usage = shared.index.usage()
             self._delete(shared.index.take_lost())
             self._compare_once()
+            self._store_lost()
         except ObjectStoreError as cause:
             _log.debug("the objects cannot be listed now: %s", cause)
         except GradruleError as cause:
@@ -365,6 +371,37 @@ class SharedBlobStore(BlobStore):
             _log.debug("the index of blobs cannot be changed now: %s", cause)
             with shared.lock:
                 shared.uses = uses | shared.uses
+
+    def _store_lost(self) -> None:
+        """Stores blobs of the cache again that programs need and whose objects were lost or damaged."""
+        lost, tenants = self._shared.index.lost(), self._index.tenants
+        with self._index.lock:
+            held = [(folder, name) for folder, name in lost if folder in tenants and name in tenants[folder].files]
+        # Several servers may have the same blobs.
+        random.shuffle(held)
+        end = time.monotonic() + _STORE_LOST_S
+        for folder, name in held:
+            if time.monotonic() > end:
+                return
+            self._in_folder(folder)._store_again(name)
+
+    def _store_again(self, name: str) -> None:
+        # Verify the hash now: the file may have been damaged since its first use.
+        if (file := self._own.files.get(name)) is not None:
+            file.verified = None
+        try:
+            with self.pinned([name]):
+                self.publish(name, self.folder / name, self.size(name))
+        except GradruleError as cause:
+            # The file was removed or damaged; another server may have the blob.
+            if cause.reason == errors_pb2.ERROR_REASON_BLOB_NOT_FOUND:
+                return
+            self._shared.lost_warning.report(
+                f"the blob {name}, whose object was lost, cannot be stored again now: {cause.message}"
+            )
+            raise
+        self._shared.lost_warning.report(None)
+        _log.warning("the blob %s, whose object was lost, was stored again from the cache", name)
 
     def follow_restore(self, wanted: Iterable[tuple[str, str, Sequence[str]]]) -> None:
         self._shared.restored = list(wanted)

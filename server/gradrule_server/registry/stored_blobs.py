@@ -320,6 +320,15 @@ class StoredBlobs:
                 values = select(*(literal(value) for value in row.values())).where(is_stored, ~is_known)
                 connection.execute(insert(_needs).from_select(list(row), values))
 
+    def lost(self) -> list[BlobKey]:
+        """Returns the blobs that programs need and that are not stored (any more)."""
+        is_stored = exists().where(
+            _blobs.c.folder == _needs.c.folder, _blobs.c.name == _needs.c.name, _blobs.c.state == STORED
+        )
+        with self._database.read() as connection:
+            rows = connection.execute(select(_needs.c.folder, _needs.c.name).where(~is_stored).distinct())
+            return [(row.folder, row.name) for row in rows]
+
     def is_empty(self) -> bool:
         """Returns whether no blob is stored."""
         with self._database.read() as connection:

@@ -290,6 +290,70 @@ async def test_missing_object_is_a_missing_blob(servers: Servers, caplog: pytest
     assert grace.missing([name]) == [name]
 
 
+@pytest.mark.parametrize("tenant", ["default", "math"])
+@pytest.mark.parametrize("is_damaged", [True, False])
+async def test_server_with_the_blob_in_its_cache_stores_a_lost_object_again(
+    servers: Servers, caplog: pytest.LogCaptureFixture, tenant: str, is_damaged: bool
+) -> None:
+    ada, grace = servers.open("ada"), servers.open("grace")
+    needed, other = (put(ada.for_tenant(tenant), data) for data in (WEIGHTS, b"other"))
+    create(ProgramRegistry(servers.store, ada.for_tenant(tenant), tenant=tenant), "kept", needed)
+    for file in servers.objects:
+        damage(file) if is_damaged else file.unlink()
+    theirs = grace.for_tenant(tenant)
+    for name in (needed, other):
+        assert reason_name((await failure(content(theirs, name))).reason) == "BLOB_NOT_FOUND"
+    # This server does not have it.
+    grace.maintain()
+    assert theirs.missing([needed]) == [needed]
+    ada.maintain()
+    # No program needs the other one: it could as well have been removed because of a limit.
+    assert theirs.missing([needed, other]) == [other]
+    assert await content(theirs, needed) == WEIGHTS
+    assert f"the blob {needed}, whose object was lost, was stored again from the cache" in caplog.messages
+    ada.maintain()
+    assert len(servers.objects) == 1
+
+
+async def test_damaged_file_of_the_cache_is_not_stored(servers: Servers) -> None:
+    ada, grace = servers.open("ada"), servers.open("grace")
+    name = put(ada, WEIGHTS)
+    create(ProgramRegistry(servers.store, ada), "kept", name)
+    await content(ada, name)
+    servers.objects[0].unlink()
+    await failure(content(grace, name))
+    path = ada.folder / name
+    stat = path.stat()
+    path.write_bytes(b"wEights")
+    # Damaged by the disk, which does not change the time.
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    ada.maintain()
+    assert (files(ada), servers.objects, ada.missing([name])) == ([], [], [name])
+
+
+def test_lost_blob_is_not_stored_again_if_programs_took_its_room(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    ada, grace = (servers.open(name, capacity=PAGE) for name in ("ada", "grace"))
+    programs = ProgramRegistry(servers.store, ada)
+    name = put(ada, WEIGHTS)
+    create(programs, "first", name)
+    servers.objects[0].unlink()
+    grace.compare_objects()
+    others = ProgramRegistry(servers.store, grace)
+    create(others, "second", put(grace, b"2"))
+    for _ in range(2):
+        ada.maintain()
+    found = [text for text in caplog.messages if name in text]
+    assert len(found) == 1
+    assert "cannot be stored again now: " in found[0]
+    assert "--max-blob-bytes" in found[0]
+    assert ada.missing([name]) == [name]
+    others.delete("second")
+    ada.maintain()
+    assert ada.missing([name]) == []
+
+
 async def test_folder_that_is_not_mounted_loses_nothing(servers: Servers) -> None:
     ada, grace = servers.open("ada"), servers.open("grace")
     name = put(ada, WEIGHTS)
