@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.object_store import ObjectStoreError, open_object_store
+from gradrule_server.registry.s3_objects import _FileSystem
 from gradrule_server.registry.store import Store
-from tests.cluster.s3 import S3Server
+from tests.cluster.s3 import SECRET, S3Server
 from tests.stores import OpenStore, open_blobs, shared_stores
 from tests.unit.registry.test_blobs import (  # noqa: F401
+    PAGE,
     name_of,
     put,
     refusal,
@@ -86,6 +89,53 @@ def test_errors_of_the_service_are_named(
         for request in (lambda: objects.put("x", tmp_path / "file"), lambda: objects.read("x", 0, 7)):
             with pytest.raises(ObjectStoreError, match=says):
                 request()
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+@pytest.mark.parametrize(
+    "value", ["minio:9000", "127.0.0.1", "http://", "ftp://host", "http://host:99999", "http://a b"]
+)
+def test_wrong_endpoints_are_refused(
+    s3_environment: None, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(StoreError) as caught:
+        open_object_store("s3://bucket")
+    assert str(caught.value).startswith(f"{variable} must be the URL of an S3 service, such as https://")
+    assert str(caught.value).endswith(f"not {value!r}")
+    monkeypatch.setenv(variable, f"key:{SECRET}@{value}")
+    with pytest.raises(StoreError) as caught:
+        open_object_store("s3://bucket")
+    assert SECRET not in str(caught.value)
+
+
+def test_parts_are_listed_only_when_incomplete_uploads_are_deleted(
+    tmp_path: Path, s3: S3Server, bucket: str, s3_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "registry")
+    blobs = open_blobs(store, tmp_path / "ada", f"s3://{bucket}", PAGE)
+    put(blobs, b"1")
+    requests: list[str] = []
+    call = _FileSystem._call_s3
+
+    async def counted(self: _FileSystem, method: str, *arguments: Any, **options: Any) -> Any:
+        requests.append(method)
+        return await call(self, method, *arguments, **options)
+
+    monkeypatch.setattr(_FileSystem, "_call_s3", counted)
+    # It displaces the first.
+    put(blobs, b"2")
+    assert requests.count("delete_object") == 1
+    assert "list_multipart_uploads" not in requests
+    # A server that was killed has sent a part.
+    key, removed = blobs._shared.index.reserve("", "f" * 64, 1, limit=blobs._limit, kept=())
+    s3.client.create_multipart_upload(Bucket=bucket, Key=key)
+    with store.database.write() as connection:
+        connection.exec_driver_sql("UPDATE stored_blobs SET last_use_us = 1 WHERE state = 'uploading'")
+    blobs.maintain()
+    assert "Uploads" not in s3.client.list_multipart_uploads(Bucket=bucket)
+    assert len(removed) == 1
+    store.close()
 
 
 def test_requests_are_repeated_after_errors_of_the_service(s3: S3Server, bucket: str, s3_environment: None) -> None:

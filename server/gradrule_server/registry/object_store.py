@@ -57,8 +57,13 @@ class ObjectStore(Protocol):
     def read(self, key: str, offset: int, count: int) -> bytes:
         """Returns up to `count` bytes of an object, at least one; empty at its end. Raises `ObjectNotFoundError`."""
 
-    def delete(self, key: str) -> None:
-        """Deletes an object, and what an upload of it that was killed has left. Does nothing if there is none."""
+    def delete(self, key: str, *, is_incomplete: bool = False) -> None:
+        """Deletes an object. Does nothing if there is none.
+
+        Args:
+            key: The object's key.
+            is_incomplete: Whether its upload may have ended early; deletes also what such an upload has left.
+        """
 
     def iterate(self, start: str = "") -> Iterator[tuple[str, int]]:
         """Yields key and size in bytes of each object whose key starts with `start`, except the marker."""
@@ -110,11 +115,12 @@ class FolderObjects:
         except OSError as cause:
             raise ObjectStoreError(f"{self.url} cannot be read: {cause.strerror}") from cause
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, is_incomplete: bool = False) -> None:
         target = self._folder / key
         try:
             target.unlink(missing_ok=True)
-            target.with_name(_PARTIAL + target.name).unlink(missing_ok=True)
+            if is_incomplete:
+                target.with_name(_PARTIAL + target.name).unlink(missing_ok=True)
         except OSError as cause:
             raise ObjectStoreError(f"{self.url} cannot be changed: {cause.strerror}") from cause
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import s3fs
 import s3fs.core
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+from botocore.utils import is_valid_endpoint_url
 from fsspec.asyn import sync
 
 from gradrule_server.registry.data_folder import StoreError
@@ -36,6 +39,8 @@ _PARTS_AT_ONCE = 2
 # At the level debug they log headers of requests, which may hold session tokens.
 _LOGGERS_OF_REQUESTS = ("aiobotocore", "botocore", "s3fs", "fsspec", "asyncio")
 
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 _MISSING_BUCKET = ("NoSuchBucket", "404")
 
@@ -76,6 +81,7 @@ class S3Objects:
             use_listings_cache=False,
             skip_instance_cache=True,
         )
+        _check_endpoint()
         try:
             self._run(self._files._call_s3, "head_bucket", Bucket=bucket)
         except ObjectStoreError as cause:
@@ -108,13 +114,15 @@ class S3Objects:
             raise ObjectStoreError(f"{self.url} answers with other bytes of an object than those that were asked for")
         return found
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, is_incomplete: bool = False) -> None:
         name = self._prefix + key
         try:
             self._run(self._files._call_s3, "delete_object", Bucket=self._bucket, Key=name)
         except ObjectStoreError as cause:
             if _code(cause) != "NoSuchKey":
                 raise
+        if not is_incomplete:
+            return
         # Parts of an upload that was killed only cost money, and not every service lists them.
         with contextlib.suppress(ObjectStoreError):
             found = self._run(self._files._call_s3, "list_multipart_uploads", Bucket=self._bucket, Prefix=name)
@@ -143,6 +151,24 @@ class S3Objects:
             return sync(self._files.loop, request, *args, timeout=timeout, **more)  # type: ignore[no-any-return]
         except Exception as cause:
             raise _translated(cause, timeout) from cause
+
+
+def _check_endpoint() -> None:
+    """Raises `StoreError` if the environment names an endpoint that is no URL."""
+    for name in _ENDPOINTS:
+        value = os.environ.get(name, "")
+        parts = urlsplit(value)
+        try:
+            is_valid = parts.scheme in ("http", "https") and is_valid_endpoint_url(value) and parts.port != 0
+        except ValueError:
+            # The port is no number up to 65535.
+            is_valid = False
+        if value and not is_valid:
+            # Before an @ there may be credentials.
+            raise StoreError(
+                f"{name} must be the URL of an S3 service, such as https://objects.example.org or "
+                f"http://127.0.0.1:9000, not {value.rpartition('@')[2][:60]!r}"
+            )
 
 
 def _code(cause: BaseException | None) -> str:

@@ -236,7 +236,7 @@ class SharedBlobStore(BlobStore):
                 # If the database is away, another server discards the upload later.
                 with contextlib.suppress(GradruleError):
                     if index.cancel(key):
-                        self._delete([key])
+                        self._delete([key], are_incomplete=True)
         if not is_stored:
             raise error(
                 errors_pb2.ERROR_REASON_UNAVAILABLE,
@@ -334,12 +334,12 @@ class SharedBlobStore(BlobStore):
         shared.index.mark_deleted([blob.object])
         self._delete([blob.object])
 
-    def _delete(self, keys: Sequence[str]) -> None:
+    def _delete(self, keys: Sequence[str], *, are_incomplete: bool = False) -> None:
         """Deletes objects that were marked; the periodic check of any server repeats what fails."""
         deleted = []
         try:
             for key in keys:
-                self._shared.objects.delete(key)
+                self._shared.objects.delete(key, is_incomplete=are_incomplete)
                 deleted.append(key)
         except ObjectStoreError as cause:
             _log.debug("objects of removed blobs are not deleted yet: %s", cause)
@@ -361,7 +361,7 @@ class SharedBlobStore(BlobStore):
         try:
             shared.index.record_uses(uses)
             shared.usage = shared.index.usage()
-            self._delete(shared.index.take_lost())
+            self._delete(shared.index.take_lost(), are_incomplete=True)
             self._compare_once()
             self._store_lost()
         except ObjectStoreError as cause:

@@ -645,10 +645,10 @@ async def test_blob_uploaded_again_during_its_removal_stays(servers: Servers, mo
     ada, grace = servers.open("ada", capacity=PAGE), servers.open("grace", capacity=2 * PAGE)
     name = put(ada, WEIGHTS)
 
-    def late(self: FolderObjects, key: str) -> None:
+    def late(self: FolderObjects, key: str, **options: bool) -> None:
         if name in key and not uploaded:
             uploaded.append(put(grace, WEIGHTS))
-        delete(self, key)
+        delete(self, key, **options)
 
     uploaded: list[str] = []
     delete = patched(monkeypatch, "delete", late)
