@@ -89,7 +89,7 @@ def test_backup_of_one_database_can_be_restored_to_the_other(
     assert run(["check", *places[1]]) == 0
     assert run(["restore", str(tmp_path / "copy"), *places[1]]) == 1
     printed = capsys.readouterr()
-    assert "2 rules and 2 programs of 3 tenants, which need 1 blobs" in printed.out
+    assert "2 rules and 2 programs of 3 tenants, with 1 blob" in printed.out
     assert "already" in printed.err
     assert PASSWORD not in printed.out + printed.err
 
@@ -193,7 +193,7 @@ def test_new_registry_keeps_the_tables_of_the_old_one(
             assert run(["new", "--registry", url, "--data-dir", str(tmp_path)]) == 1
         assert "a server uses" in capsys.readouterr().err
     assert run(["new", *place]) == 0
-    assert str(check(tmp_path, database_url)).startswith("0 rules and 0 programs")
+    assert str(check(tmp_path, database_url)).startswith("no rules and no programs")
     schema = capsys.readouterr().out.rpartition("schema ")[2].split()[0]
     name = database_url.rpartition("/")[2]
     assert postgres.execute(f"SELECT count(*) FROM {schema}.rules", database=name) == ["2"]

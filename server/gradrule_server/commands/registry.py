@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from gradrule_server.registry.backup import (
     BackupError,
@@ -37,7 +38,8 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 2
     try:
-        return int(options.run(options))
+        with contextlib.closing(_ProgressLine(sys.stderr)) as progress:
+            return int(options.run(options, progress))
     except BackupError as failure:
         print(f"gradrule registry: {failure}", file=sys.stderr)
         return 1
@@ -115,6 +117,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _ProgressLine:
+    """A line on a terminal that shows what is done now; shows nothing if the stream is no terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream if stream.isatty() else None
+
+    def __call__(self, text: str) -> None:
+        """Replaces the text of the line."""
+        if self._stream is not None:
+            self._write(text)
+
+    def close(self) -> None:
+        """Removes the line. Later texts are not shown."""
+        if self._stream is not None:
+            self._write("")
+            self._stream = None
+
+    def _write(self, text: str) -> None:
+        assert self._stream is not None
+        # Back to the start of the line, and erase it.
+        self._stream.write(f"\r\x1b[K{text}")
+        self._stream.flush()
+
+
 def _database_url(text: str) -> str:
     try:
         return check_url(text) if text else ""
@@ -127,22 +153,25 @@ def _registry_name(text: str) -> str:
     return _database_url(text) if ":/" in text else text
 
 
-def _backup(options: argparse.Namespace) -> int:
-    report = backup(options.data_dir, options.folder, options.registry, options.blobs)
+def _backup(options: argparse.Namespace, progress: _ProgressLine) -> int:
+    report = backup(options.data_dir, options.folder, options.registry, options.blobs, progress=progress)
+    progress.close()
     print(f"copied to {options.folder}: {report}")
     _print_warnings(report, has_object_store=bool(options.blobs))
     return 0
 
 
-def _restore(options: argparse.Namespace) -> int:
-    report = restore(options.folder, options.data_dir, options.registry, options.blobs)
+def _restore(options: argparse.Namespace, progress: _ProgressLine) -> int:
+    report = restore(options.folder, options.data_dir, options.registry, options.blobs, progress=progress)
+    progress.close()
     print(f"restored to {_place(options)}: {report}")
     _print_warnings(report, has_object_store=True)
     return 0
 
 
-def _check(options: argparse.Namespace) -> int:
-    report = check(options.data_dir, options.registry, options.blobs)
+def _check(options: argparse.Namespace, progress: _ProgressLine) -> int:
+    report = check(options.data_dir, options.registry, options.blobs, progress=progress)
+    progress.close()
     for problem in report.problems:
         print(problem)
     _print_warnings(report, has_object_store=bool(options.blobs))
@@ -152,12 +181,13 @@ def _check(options: argparse.Namespace) -> int:
     return 0 if is_valid else 1
 
 
-def _copy(options: argparse.Namespace) -> int:
+def _copy(options: argparse.Namespace, progress: _ProgressLine) -> int:
     source, target = (
         RegistryPlace(options.data_dir, name, blobs) if is_postgres_url(name) else RegistryPlace(Path(name), "", blobs)
         for name, blobs in ((options.source, options.from_blobs), (options.target, options.to_blobs))
     )
-    report = copy_registry(source, target)
+    report = copy_registry(source, target, progress=progress)
+    progress.close()
     print(f"copied to {target}: {report}")
     _print_warnings(report, has_object_store=bool(options.from_blobs))
     return 0
@@ -167,7 +197,7 @@ def _place(options: argparse.Namespace) -> str:
     return describe_url(options.registry) if options.registry else str(options.data_dir)
 
 
-def _new(options: argparse.Namespace) -> int:
+def _new(options: argparse.Namespace, progress: _ProgressLine) -> int:
     if options.registry:
         schema = create_empty_postgres_registry(options.registry)
         print(f"{_place(options)} now has an empty registry")
@@ -184,15 +214,14 @@ def _print_warnings(report: Report, *, has_object_store: bool) -> None:
     for sentence in (*report.unreadable, *report.left_out):
         print(sentence)
     if report.damaged_blobs:
-        print(
-            f"{report.damaged_blobs} blobs were damaged and renamed to {BLOBS}/{DAMAGED}…; you may delete these files"
-        )
+        print(f"damaged blobs, renamed to {BLOBS}/{DAMAGED}…: {report.damaged_blobs}; you may delete these files")
     if report.missing:
         hint = "" if has_object_store else "; if they are in an object store, name it"
-        print(
-            f"{len(report.missing)} blobs are missing; programs that need them fail until clients send them again{hint}"
-        )
+        print(f"missing blobs: {len(report.missing)}; programs that need them fail until clients send them again{hint}")
     if report.unindexed:
-        print(f"{report.unindexed} objects are not in the index of blobs; servers enter them when they start")
+        print(f"objects that are not in the index of blobs: {report.unindexed}; servers enter them when they start")
     if report.without_object:
-        print(f"{report.without_object} blobs in the index have no object; servers remove them when they start")
+        print(
+            f"blobs in the index without an object: {report.without_object}; servers remove them when they start, or "
+            "store them again from their caches"
+        )

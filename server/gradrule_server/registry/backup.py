@@ -14,7 +14,8 @@ import json
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,11 +54,13 @@ from gradrule_server.registry.schema import SCHEMA_VERSION, add_current_views, c
 from gradrule_server.registry.sqlite_rows import content_digest, open_file
 from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
 from gradrule_server.registry.stored_blobs import STORED, drop_index, object_states
+from gradrule_server.rules.signature import count_noun
 
 MANIFEST = "backup.json"
 
 _FORMAT = 1
 _ATTEMPTS = 5
+_SHOW_EVERY_S = 0.1
 
 
 class BackupError(Exception):
@@ -93,8 +96,8 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{self.rules} rules and {self.programs} programs of {len(self.tenants)} tenants, which need "
-            f"{len(self.blobs)} blobs"
+            f"{count_noun(self.rules, 'rule')} and {count_noun(self.programs, 'program')} of "
+            f"{count_noun(len(self.tenants), 'tenant')}, with {count_noun(len(self.blobs), 'blob')}"
         )
 
 
@@ -128,11 +131,20 @@ class _ChangedError(Exception):
     """A blob was removed while it was to be copied, because its programs were deleted meanwhile."""
 
 
-def check(data_dir: Path, url: str = "", blobs_url: str = "") -> Report:
+Progress = Callable[[str], object]
+"""Gets a short text about what is done now, up to ten times a second."""
+
+
+def _show_nothing(_: str) -> None:
+    pass
+
+
+def check(data_dir: Path, url: str = "", blobs_url: str = "", *, progress: Progress = _show_nothing) -> Report:
     """Reads and checks everything in a registry, also while a server uses it.
 
     See `RegistryPlace`. Raises `BackupError` if there is no registry, or its object store cannot be read.
     """
+    progress("checking the database")
     registry = RegistryPlace(data_dir, url, blobs_url)
     with _errors("the registry cannot be read"), tempfile.TemporaryDirectory(prefix="gradrule-check-") as made:
         file = data_dir / DATABASE_FILE
@@ -146,9 +158,9 @@ def check(data_dir: Path, url: str = "", blobs_url: str = "") -> Report:
         blobs = registry.open_blobs(report.registry_id)
         if isinstance(blobs, ObjectBlobs):
             _compare_index(blobs, registry, report)
-        for path in sorted(report.blobs):
+        for path, pieces in _blobs_of(report, blobs, "checking", progress):
             try:
-                for _ in checked(path, blobs.pieces(path)):
+                for _ in pieces:
                     pass
             except MissingBlobError:
                 report.missing.add(path)
@@ -198,7 +210,9 @@ def _indexed(registry: RegistryPlace) -> dict[str, str]:
         engine.dispose()
 
 
-def backup(data_dir: Path, to: Path, url: str = "", blobs_url: str = "") -> Report:
+def backup(
+    data_dir: Path, to: Path, url: str = "", blobs_url: str = "", *, progress: Progress = _show_nothing
+) -> Report:
     """Backs up a registry to a new folder, also while a server uses it; see `RegistryPlace`. Raises `BackupError`."""
     if to.exists():
         raise BackupError(f"{to} exists already; name a folder that does not exist")
@@ -210,9 +224,10 @@ def backup(data_dir: Path, to: Path, url: str = "", blobs_url: str = "") -> Repo
             if unfinished.exists():
                 shutil.rmtree(unfinished)
             unfinished.mkdir(mode=0o700)
+            progress("copying the database")
             report = _copy_database(registry, unfinished / DATABASE_FILE)
             try:
-                _copy_blobs(registry, FolderBlobs(unfinished / BLOBS), report)
+                _copy_blobs(registry, FolderBlobs(unfinished / BLOBS), report, progress)
             except _ChangedError:
                 continue
             manifest = {
@@ -231,7 +246,9 @@ def backup(data_dir: Path, to: Path, url: str = "", blobs_url: str = "") -> Repo
     raise _changed(registry)
 
 
-def restore(folder: Path, data_dir: Path, url: str = "", blobs_url: str = "") -> Report:
+def restore(
+    folder: Path, data_dir: Path, url: str = "", blobs_url: str = "", *, progress: Progress = _show_nothing
+) -> Report:
     """Restores a backup, and migrates it; see `RegistryPlace`. Raises `BackupError`.
 
     There must be no database in the data folder, or no rule and no program in the database in PostgreSQL. The registry
@@ -251,27 +268,30 @@ def restore(folder: Path, data_dir: Path, url: str = "", blobs_url: str = "") ->
         raise BackupError(
             f"{folder} was changed after the backup: SQLite would apply {_names(leftovers)} to the restored database"
         )
-    report = check(folder)
+    report = check(folder, progress=progress)
     # Accept missing blobs that were missing when the backup was made.
     lost = report.missing - set(manifest.get("missing", ()))
     if report.problems or lost:
         problems = [*report.problems, *(f"the blob {path} is missing" for path in sorted(lost))]
         raise BackupError(f"{folder} is damaged: {'; '.join(problems)}")
-    _install(folder / DATABASE_FILE, report, RegistryPlace(folder), RegistryPlace(data_dir, url, blobs_url))
+    target = RegistryPlace(data_dir, url, blobs_url)
+    _install(folder / DATABASE_FILE, report, RegistryPlace(folder), target, progress)
     return report
 
 
-def copy_registry(source: RegistryPlace, target: RegistryPlace) -> Report:
+def copy_registry(source: RegistryPlace, target: RegistryPlace, *, progress: Progress = _show_nothing) -> Report:
     """Copies a registry with its blobs to an empty one, and verifies the copy; see `restore`. Raises `BackupError`."""
     for _ in range(_ATTEMPTS):
         with tempfile.TemporaryDirectory(prefix="gradrule-copy-") as made:
             file = Path(made) / DATABASE_FILE
+            progress("reading the database")
             with _errors("the copy cannot be written"):
                 report = _copy_database(source, file)
             try:
-                _install(file, report, source, target)
+                _install(file, report, source, target, progress)
             except _ChangedError:
                 continue
+            progress("comparing the copy with the registry")
             copied = target.data_dir / DATABASE_FILE
             if target.url:
                 copied = Path(made) / "copied"
@@ -286,7 +306,7 @@ def copy_registry(source: RegistryPlace, target: RegistryPlace) -> Report:
     raise _changed(source)
 
 
-def _install(file: Path, report: Report, source: RegistryPlace, target: RegistryPlace) -> None:
+def _install(file: Path, report: Report, source: RegistryPlace, target: RegistryPlace, progress: Progress) -> None:
     """Copies the blobs of `source`, and then a database of any version, to an empty registry.
 
     `source`: Where the blobs are.
@@ -306,7 +326,8 @@ def _install(file: Path, report: Report, source: RegistryPlace, target: Registry
                 registry_id = _meta(opened, "registry_id")
             blobs = target.open_blobs(registry_id, is_target=True)
             blobs.refresh()
-            _copy_blobs(source, blobs, report)
+            _copy_blobs(source, blobs, report, progress)
+            progress("writing the database")
             if target.url:
                 report.left_out = _import(database, target.url)
                 return
@@ -422,7 +443,30 @@ def _copy_database(registry: RegistryPlace, to: Path) -> Report:
     return report
 
 
-def _copy_blobs(source: RegistryPlace, to: BlobPlace, report: Report) -> None:
+def _blobs_of(report: Report, blobs: BlobPlace, what: str, progress: Progress) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """Yields path and content of each blob in a report, and shows the progress. `what`: what is done with them."""
+    number, done_bytes, shown_at = 0, 0, 0.0
+
+    def pieces(path: str) -> Iterator[bytes]:
+        nonlocal done_bytes
+        for piece in checked(path, blobs.pieces(path)):
+            yield piece
+            done_bytes += len(piece)
+            show()
+
+    def show() -> None:
+        nonlocal shown_at
+        if (now := time.monotonic()) - shown_at >= _SHOW_EVERY_S:
+            shown_at = now
+            progress(f"{what} blob {number} of {len(report.blobs)}, {done_bytes / 1e6:.0f} MB done")
+
+    for path in sorted(report.blobs):
+        number += 1
+        show()
+        yield path, pieces(path)
+
+
+def _copy_blobs(source: RegistryPlace, to: BlobPlace, report: Report, progress: Progress) -> None:
     """Copies the blobs that the programs in a report need, and adds the missing ones to the report.
 
     Raises:
@@ -431,9 +475,9 @@ def _copy_blobs(source: RegistryPlace, to: BlobPlace, report: Report) -> None:
     blobs = source.open_blobs(report.registry_id)
     blobs.refresh()
     missing = set()
-    for path in sorted(report.blobs):
+    for path, pieces in _blobs_of(report, blobs, "copying", progress):
         try:
-            to.put(path, checked(path, blobs.pieces(path)))
+            to.put(path, pieces)
         except MissingBlobError:
             missing.add(path)
         except DamagedBlobError as cause:
