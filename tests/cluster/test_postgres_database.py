@@ -6,12 +6,14 @@ import logging
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DataError
@@ -19,7 +21,7 @@ from sqlalchemy.exc import DataError
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Quota
-from gradrule_server.registry import change_log, postgres_database, schema
+from gradrule_server.registry import change_log, postgres_connection, postgres_database, schema
 from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.database import Change
 from gradrule_server.registry.postgres_database import PostgresDatabase
@@ -327,6 +329,62 @@ def test_refused_statement_is_reported_once(
     store.add_rule(rule("b"))
     store.refresh()
     assert [change.name for change in follower.seen if isinstance(change, Change)] == ["b"]
+
+
+def test_connections_that_the_database_has_ended_are_replaced(
+    postgres: PostgresServer, open_another: Callable[[], Store]
+) -> None:
+    store = open_another()
+    store.exclusively(lambda: store.add_rule(rule("a")))
+    at_once(store.rules, 4)
+    postgres.restart()
+    # No call fails.
+    store.exclusively(lambda: store.add_rule(rule("b")))
+    assert at_once(lambda: [row.name for row in store.rules()], 4) == [["a", "b"]] * 4
+
+
+def test_calls_wait_once_for_a_database_that_hangs(
+    postgres: PostgresServer,
+    open_another: Callable[[], Store],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = open_another()
+    # Several connections: threads read at once.
+    at_once(lambda: [row.name for _ in range(5) for row in store.rules()], 4)
+    waits: Counter[int] = Counter()
+
+    def counting(method: Callable[..., T]) -> Callable[..., T]:
+        def call(*arguments: Any, **options: Any) -> T:
+            try:
+                return method(*arguments, **options)
+            except psycopg.OperationalError:
+                waits[threading.get_ident()] += 1
+                raise
+
+        return call
+
+    driver = postgres_connection._BoundedConnection
+    monkeypatch.setattr(driver, "wait", counting(driver.wait))
+    monkeypatch.setattr(driver, "connect", counting(driver.connect))
+    numbers = iter(range(12))
+
+    def call() -> str:
+        number = next(numbers)
+        work = (lambda: store.exclusively(lambda: store.add_rule(rule(f"r{number}")))) if number % 2 else store.rules
+        with pytest.raises(GradruleError) as refusal:
+            work()
+        store.check()
+        return str(refusal.value)
+
+    with postgres.frozen():
+        messages = at_once(call, 12)
+    assert {message for message in messages if "cannot be used now" not in message} == set()
+    assert "busy" not in caplog.text
+    assert any("no answer within 6 s" in line for line in caplog.messages)
+    assert max(waits.values()) == 1
+    wait_for_availability(store)
+    assert store.rules() == []
 
 
 def test_role_that_may_no_longer_log_in_is_reported_once(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import select
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
-from psycopg.pq import Format
-from sqlalchemy import Connection, Engine, create_engine, text
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import Conninfo, Format, PGconn, Ping
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.exc import DisconnectionError
 
 from gradrule_server.registry.database import LARGE_BYTES
 from gradrule_server.registry.database_url import check_url
@@ -20,8 +22,13 @@ CONNECT_S = 3
 """Longest time until a host has accepted a connection, seconds."""
 STATEMENT_S = 5.0
 """Longest time that PostgreSQL works on a statement or waits for a lock, seconds."""
-_ANSWER_S = STATEMENT_S + 1.0
+ANSWER_S = STATEMENT_S + 1.0
 """Longest time without an answer, seconds; then the connection is closed."""
+WAIT_S = ANSWER_S + 1.0
+"""Longest wait for a connection or a turn that other threads have, seconds.
+
+Where the database hangs, those that wait for its answer report that first.
+"""
 
 # A large row gets the time that it needs at this rate, bytes per second.
 _LARGE_RATE = 5 << 20
@@ -36,10 +43,20 @@ _SETTINGS = {
 }
 
 
+_DEFAULTS = {
+    "connect_timeout": str(CONNECT_S),
+    "application_name": APPLICATION_NAME,
+    "target_session_attrs": "read-write",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+}
+
+
 class _BoundedConnection(psycopg.Connection[Any]):
     """A connection that is closed if PostgreSQL does not answer in time, as where its machine hangs."""
 
-    answer_s = _ANSWER_S
+    answer_s = ANSWER_S
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
         try:
@@ -57,42 +74,69 @@ class _BinaryCursor(psycopg.Cursor[Any]):
         self.format = Format.BINARY
 
 
-def create_postgres_engine(url: str, connections: int) -> Engine:
-    """Returns a pool of at most `connections` connections; it connects when a connection is needed."""
+def create_postgres_engine(url: str, connections: int, check: Callable[[], None]) -> Engine:
+    """Returns a pool of at most `connections` connections; it connects when a connection is needed.
+
+    Args:
+        url: The URL of the database.
+        connections: Largest number of connections.
+        check: Called before each attempt to connect; what it raises is raised instead.
+    """
     check_url(url)
 
     def connect() -> _BoundedConnection:
-        # libpq reads the URL, so that all its options work: sslmode, passfile, several hosts.
-        given = conninfo_to_dict(url)
-        options = [given.pop("options", None) or "", *(f"-c {name}={value}" for name, value in _SETTINGS.items())]
-        defaults: dict[str, Any] = {
-            "connect_timeout": CONNECT_S,
-            "application_name": APPLICATION_NAME,
-            "target_session_attrs": "read-write",
-            "keepalives_idle": 10,
-            "keepalives_interval": 5,
-            "keepalives_count": 3,
-        }
-        arguments = defaults | {name: value for name, value in given.items() if value is not None}
+        check()
         connection: _BoundedConnection = _BoundedConnection.connect(
-            **arguments,
-            options=" ".join(options).strip(),
-            client_encoding="utf8",
-            prepare_threshold=None,
-            cursor_factory=_BinaryCursor,
+            **_connect_arguments(url), prepare_threshold=None, cursor_factory=_BinaryCursor
         )
         return connection
 
-    return create_engine(
+    engine = create_engine(
         "postgresql+psycopg://",
         creator=connect,
         pool_size=connections,
         max_overflow=0,
-        pool_timeout=STATEMENT_S,
-        pool_pre_ping=True,
+        pool_timeout=WAIT_S,
         # Errors are logged, and parameters hold what tenants store.
         hide_parameters=True,
     )
+    # Not the ping of SQLAlchemy, which would wait for an answer before each transaction.
+    event.listen(engine, "checkout", _replace_if_ended)
+    return engine
+
+
+def is_refused(url: str) -> bool:
+    """Returns whether a database that refuses a connection is up, rather than starting or away.
+
+    Its messages may be in any language, and the driver does not give the state (SQLSTATE) of a refused connection.
+    All threads of the process wait meanwhile.
+    """
+    conninfo = make_conninfo(**_connect_arguments(url)).encode()
+    return PGconn.ping(conninfo) in (Ping.OK, Ping.NO_ATTEMPT)
+
+
+def _connect_arguments(url: str) -> dict[str, Any]:
+    # libpq reads the URL, so that all its options work: sslmode, passfile, several hosts.
+    given = {name: value for name, value in conninfo_to_dict(url).items() if value is not None}
+    # Variables such as PGOPTIONS, and the file that PGSERVICE names.
+    names = {*_DEFAULTS, "options"}
+    environment = {
+        name: option.val.decode()
+        for option in Conninfo.get_defaults()
+        if (name := option.keyword.decode()) in names and option.val is not None and option.val != option.compiled
+    }
+    arguments: dict[str, Any] = _DEFAULTS | environment | given
+    options = [arguments.get("options", ""), *(f"-c {name}={value}" for name, value in _SETTINGS.items())]
+    return arguments | {"options": " ".join(options).strip(), "client_encoding": "utf8"}
+
+
+def _replace_if_ended(connection: psycopg.Connection[Any], *_: object) -> None:
+    """Lets the pool connect again if PostgreSQL has ended a connection that was not in use."""
+    # An unused connection has something to read only at its end, which a last message may precede.
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    if poll.poll(0):
+        raise DisconnectionError("PostgreSQL has ended the connection")
 
 
 @contextmanager
@@ -110,4 +154,4 @@ def time_for(connection: Connection, size: int) -> Iterator[None]:
         yield
         connection.execute(text(f"SET LOCAL statement_timeout = {STATEMENT_S * 1000:.0f}"))
     finally:
-        driver.answer_s = _ANSWER_S
+        driver.answer_s = ANSWER_S

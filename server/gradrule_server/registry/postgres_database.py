@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import re
 import threading
 import time
 import uuid
@@ -33,8 +34,9 @@ from gradrule_server.registry.database import Change, Database, Follower, T
 from gradrule_server.registry.database_url import describe_url, hide_password
 from gradrule_server.registry.postgres_connection import (
     APPLICATION_NAME,
-    STATEMENT_S,
+    WAIT_S,
     create_postgres_engine,
+    is_refused,
     time_for,
 )
 from gradrule_server.registry.schema import SCHEMA_VERSION, change_metadata, meta, metadata, migrate
@@ -61,15 +63,10 @@ _OF_THE_CALLER = ("22", "23", "XX")
 _AWAY = ("08", "53", "57P", "25006")
 # All connections that the database or the role may have are in use.
 _TOO_MANY_CONNECTIONS = ("too many", "connection slots")
-# Refused connections without a state that are not due to the URL or the password.
-_TEMPORARY = (
-    *_TOO_MANY_CONNECTIONS,
-    "accepting connections",
-    "starting up",
-    "shutting down",
-    "recovery",
-    "terminating",
-)
+# Messages of libpq, which are always in English, and of a server that is up: another attempt may succeed.
+_TEMPORARY = (*_TOO_MANY_CONNECTIONS, "read-only", "hot standby", "closed the connection", "timeout expired")
+# Messages of libpq on encryption that another attempt meets too.
+_NOT_ENCRYPTED = re.compile(r"does not support SSL|certificate|SSL error: (?!unexpected eof)|GSSAPI")
 
 
 _OTHER_SERVERS = (
@@ -117,10 +114,10 @@ class PostgresDatabase(Database):
         self._is_probing = False
         self._probe_at = 0.0
         self._folder_lock = None if folder is None else _lock_folder(folder)
-        self._engine = create_postgres_engine(url, _CONNECTIONS - 1)
+        self._engine = create_postgres_engine(url, _CONNECTIONS - 1, self._check_probe)
         # The thread whose turn it is has a connection of its own, because threads that wait for their turn may hold
         # all others.
-        self._turn_engine = create_postgres_engine(url, 1)
+        self._turn_engine = create_postgres_engine(url, 1, self._check_probe)
         # One snapshot for all queries of a transaction.
         options: Mapping[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         self._reader = self._engine.execution_options(**options)
@@ -266,6 +263,7 @@ class PostgresDatabase(Database):
 
     def _open(self, ends_at: float) -> None:
         """Creates or checks the tables. Several servers may do this at once: one does it, and the others find them."""
+        refusal = last = ""
         while True:
             try:
                 with self._engine.begin() as connection:
@@ -276,9 +274,14 @@ class PostgresDatabase(Database):
                 return
             except (DBAPIError, PoolTimeoutError) as cause:
                 reason = self._reason(cause)
-                if not _is_away(cause) or time.monotonic() > ends_at:
+                if not _is_away(cause) or reason == refusal or time.monotonic() > ends_at:
                     raise StoreError(f"the database {self.description} cannot be used: {reason}") from None
-                self._warning.report(f"waiting for the database {self.description}: {reason}")
+                if reason != last and not any(words in str(cause) for words in _TEMPORARY) and is_refused(self._url):
+                    # It may have become ready since: the next attempt decides.
+                    refusal = reason
+                else:
+                    self._warning.report(f"waiting for the database {self.description}: {reason}")
+                last = reason
             time.sleep(_START_POLL_S)
 
     def _create_or_check(self, connection: Connection) -> None:
@@ -312,7 +315,7 @@ class PostgresDatabase(Database):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        if not self._turns.acquire(timeout=STATEMENT_S):
+        if not self._turns.acquire(timeout=WAIT_S):
             raise _unavailable("is busy with other writes")
         try:
             yield
@@ -329,7 +332,7 @@ class PostgresDatabase(Database):
             yield
             return
         is_probe = self._enter()
-        self._thread.is_guarded = True
+        self._thread.is_guarded, self._thread.is_probe = True, is_probe
         try:
             yield
         except SupersededError as cause:
@@ -346,7 +349,7 @@ class PostgresDatabase(Database):
             if self.away:
                 self._set_away("")
         finally:
-            self._thread.is_guarded = False
+            self._thread.is_guarded = self._thread.is_probe = False
             if is_probe:
                 self._is_probing = False
 
@@ -359,6 +362,14 @@ class PostgresDatabase(Database):
                 raise _unavailable("cannot be used now")
             self._is_probing = True
             return True
+
+    def _check_probe(self) -> None:
+        """Raises UNAVAILABLE if the database is away and this thread does not try if it is back.
+
+        Calls that waited for a connection or a turn meanwhile would otherwise each wait for a new connection.
+        """
+        if self.away and not self._thread.is_probe:
+            raise _unavailable("cannot be used now")
 
     def _disconnect(self) -> None:
         """Closes the connections that are not in use; others are closed when their thread returns them."""
@@ -407,13 +418,14 @@ class PostgresDatabase(Database):
 
 
 class _ThreadState(threading.local):
-    """The transaction that a thread has open in `exclusively` or `consistently`."""
+    """The transaction that a thread has open in `exclusively` or `consistently`, and what `_guarded` knows of it."""
 
     connection: Connection | None = None
     is_first = False
     is_reading = False
     has_written = False
     is_guarded = False
+    is_probe = False
 
     @contextmanager
     def entered(self, connection: Connection) -> Iterator[None]:
@@ -471,7 +483,7 @@ def _is_away(cause: Exception) -> bool:
     if state:
         return state.startswith(_AWAY)
     # libpq gives no state where no connection was made or where it ended.
-    if "FATAL" in str(cause.orig) and not any(words in str(cause.orig) for words in _TEMPORARY):
+    if _NOT_ENCRYPTED.search(str(cause.orig)):
         return False
     return cause.connection_invalidated or isinstance(cause.orig, psycopg.OperationalError | psycopg.InterfaceError)
 
