@@ -11,11 +11,13 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import uvicorn
 
+from gradrule.errors import InvalidParamError
 from gradrule_gateway import logs
 from gradrule_gateway.app import create_app
 from gradrule_gateway.connections import Connection, Connections
@@ -31,6 +33,7 @@ _BACKLOG = 512
 _OWN_DESCRIPTORS = 64
 # The parent's end is noticed by polling, because other children of the parent inherit its pipes.
 _PARENT_CHECK_S = 0.25
+_RENEWAL_CHECK_S = 1.0
 READY = "gradrule gateway: listening on "
 """What the line starts with that says the address."""
 
@@ -41,8 +44,9 @@ class Settings:
 
     Attributes:
         target: Address of the server, `host:port`.
-        credentials: TLS credentials for the server; None: not encrypted.
-        server_name: Name in the server's certificate, if it is not the host of the target.
+        read_credentials: Reads the TLS credentials for the server (None: not encrypted), and the name in the server's
+            certificate (empty: the host of the target).
+        credential_files: The files that `read_credentials` reads.
         insecure_tokens: Send tokens unencrypted to a server on another machine.
         host: Address to listen on.
         port: Port to listen on; 0: a free one.
@@ -56,8 +60,8 @@ class Settings:
     """
 
     target: str
-    credentials: grpc.ChannelCredentials | None = None
-    server_name: str = ""
+    read_credentials: Callable[[], tuple[grpc.ChannelCredentials | None, str]] = lambda: (None, "")
+    credential_files: tuple[str, ...] = ()
     insecure_tokens: bool = False
     host: str = "127.0.0.1"
     port: int = 8480
@@ -82,6 +86,28 @@ def run(settings: Settings) -> int:
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings, listener))
     return 0
+
+
+def name_in(certificate: str) -> str:
+    """Returns a name that a certificate is valid for. Raises `OSError`. Needs the package cryptography."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    try:
+        found = x509.load_pem_x509_certificate(Path(certificate).read_bytes())
+    except ValueError as failure:
+        raise OSError(f"{certificate} has no certificate: {failure}") from None
+    try:
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        common = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        return str(common[0].value) if common else ""
+    dns = names.get_values_for_type(x509.DNSName)
+    if dns:
+        # A wildcard stands for any one label.
+        return dns[0].replace("*", "gateway", 1)
+    addresses = names.get_values_for_type(x509.IPAddress)
+    return str(addresses[0]) if addresses else ""
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -121,7 +147,8 @@ def _allow_connections(count: int) -> int:
 
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:
-    upstream = Upstream(settings.target, settings.credentials, settings.server_name)
+    files = _TlsFiles(settings)
+    upstream = Upstream(settings.target, *settings.read_credentials())
     converters = Converters()
     app = create_app(upstream, converters, settings.limits, insecure_tokens=settings.insecure_tokens)
     connections = Connections(_allow_connections(settings.limits.max_connections), settings.limits.idle_s)
@@ -148,11 +175,13 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     where = f"http{'s' if settings.tls_cert else ''}://{f'[{host}]' if ':' in host else host}:{port}"
     server = _Server(config, f"{READY}{where}")
-    watch = asyncio.ensure_future(_end_with(settings.parent, server)) if settings.parent else None
+    watches = [asyncio.ensure_future(_end_with(settings.parent, server))] if settings.parent else []
+    if files.paths:
+        watches.append(asyncio.ensure_future(files.follow(config.ssl, upstream)))
     try:
         await server.serve(sockets=[listener])
     finally:
-        if watch is not None:
+        for watch in watches:
             watch.cancel()
         converters.stop()
         await upstream.close()
@@ -162,6 +191,62 @@ async def _end_with(parent: int, server: uvicorn.Server) -> None:
     while os.getppid() == parent:
         await asyncio.sleep(_PARENT_CHECK_S)
     server.should_exit = True
+
+
+class _TlsFiles:
+    """The files of TLS, which are read again when they are renewed, while connections and requests go on."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.paths = [path for path in (settings.tls_cert, settings.tls_key, *settings.credential_files) if path]
+        # Before the files are read: a renewal meanwhile must be noticed.
+        self._seen = self._stamps()
+
+    async def follow(self, context: ssl.SSLContext | None, upstream: Upstream) -> None:
+        """Lets new connections use renewed files. `context`: That of clients; None: no TLS."""
+        problem = ""
+        while True:
+            await asyncio.sleep(_RENEWAL_CHECK_S)
+            found = self._stamps()
+            if found == self._seen:
+                continue
+            try:
+                self._renew(context)
+                credentials, server_name = self._settings.read_credentials()
+                if credentials is not None:
+                    await upstream.reconnect(credentials, server_name)
+            except TimeoutError:
+                failure = "no connection to the server was established with them"
+            except (OSError, InvalidParamError) as cause:
+                # Certificate and key are replaced one after the other.
+                failure = str(cause)
+            else:
+                self._seen, problem = found, ""
+                _log.info("the files of TLS were read again")
+                continue
+            if failure != problem:
+                problem = failure
+                _log.warning("changed files of TLS are not used yet: %s; trying again every second", problem)
+
+    def _renew(self, context: ssl.SSLContext | None) -> None:
+        if context is None:
+            return
+        files = self._settings.tls_cert, self._settings.tls_key
+        # In a context of its own first: a failure leaves a context without a key.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
+        context.load_cert_chain(*files)
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        return [_stamp(path) for path in self.paths]
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        # A file that is being replaced.
+        return None
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 class _Server(uvicorn.Server):

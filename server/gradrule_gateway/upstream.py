@@ -21,6 +21,9 @@ _REQUEST_ID = "x-request-id"
 _DETAILS = "grpc-status-details-bin"
 # Time for the answer to an upload after its last byte.
 _ANSWER_S = 60.0
+_RECONNECT_S = 5.0
+# Time that calls may go on over a connection that was replaced.
+_LONGEST_CALL_S = 3600.0
 # A cheap call that needs a credential.
 _FIND_MISSING = "/gradrule.v1.BlobService/FindMissingBlobs"
 
@@ -40,15 +43,35 @@ class Upstream:
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = "") -> None:
         self.target, credentials = channels.endpoint(target, credentials)
         self.may_send_tokens = credentials is not None or channels.is_local(self.target)
+        self._channel = self._connect(credentials, server_name)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def _connect(self, credentials: grpc.ChannelCredentials | None, server_name: str) -> grpc.aio.Channel:
         options = [*channels.OPTIONS]
         if server_name:
             options.append(("grpc.ssl_target_name_override", server_name))
         address = channels.address(self.target)
-        self._channel = (
-            grpc.aio.insecure_channel(address, options)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options)
-        )
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options)
+        return grpc.aio.secure_channel(address, credentials, options)
+
+    async def reconnect(self, credentials: grpc.ChannelCredentials, server_name: str) -> None:
+        """Replaces the connection once a new one with other credentials is established; running calls go on.
+
+        Raises:
+            TimeoutError: The server does not accept the credentials, or they do not accept its certificate, within 5 s.
+        """
+        renewed = self._connect(credentials, server_name)
+        try:
+            async with asyncio.timeout(_RECONNECT_S):
+                await renewed.channel_ready()
+        except BaseException:
+            await renewed.close()
+            raise
+        old, self._channel = self._channel, renewed
+        closing = asyncio.ensure_future(old.close(_LONGEST_CALL_S))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Closes the connection."""

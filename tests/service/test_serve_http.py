@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
+import threading
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 from typing import Any
@@ -105,13 +107,51 @@ def test_a_server_with_tls_has_a_gateway_with_tls(tmp_path: Path) -> None:
         _, port = http_address(server)
         context = ssl.create_default_context(cafile=str(authority.file))
         assert status_of(HTTPSConnection("localhost", port, context=context)) == 200
-        # A renewed certificate is used, and trusted, without a restart of the server.
-        first = gateway_pid(server)
-        os.utime(files.certificate)
-        wait_until(lambda: True if gateway_pid(server) not in (None, first) else None, "a new gateway")
-        wait_until(
-            lambda: status_of(HTTPSConnection("localhost", port, context=context)) == 200 or None, "the new certificate"
-        )
+
+
+def test_renewed_certificate_is_used_without_a_refused_request(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    files = authority.server("localhost")
+    flags = ("--http-port", "0", "--tls-cert", str(files.certificate), "--tls-key", str(files.key))
+    context = ssl.create_default_context(cafile=str(authority.file))
+    statuses: list[int | None] = []
+    is_done = threading.Event()
+    with running_server(tmp_path / "server", flags) as server:
+        _, port = http_address(server)
+        pid = gateway_pid(server)
+
+        def send() -> None:
+            while not is_done.is_set():
+                # Each has a connection of its own, and the gateway asks the server.
+                statuses.append(status_of(HTTPSConnection("localhost", port, context=context)))
+
+        def is_renewed() -> bool | None:
+            expected = ssl.PEM_cert_to_DER_cert(files.certificate.read_text())
+            with context.wrap_socket(
+                socket.create_connection(("localhost", port)), server_hostname="localhost"
+            ) as found:
+                return found.getpeercert(binary_form=True) == expected or None
+
+        threads = [threading.Thread(target=send) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(2):
+                # Another key; the certificate is replaced first, then the key.
+                authority.server("localhost")
+                wait_until(is_renewed, "the renewed certificate")
+            # It is also trusted: the gateway has connected to the server again.
+            wait_until(lambda: "the files of TLS were read again" in server.log.read_text() or None, "a connection")
+        finally:
+            is_done.set()
+            for thread in threads:
+                thread.join()
+        assert set(statuses) == {200}
+        assert gateway_pid(server) == pid
+        # A key that does not belong to the certificate changes nothing.
+        files.key.write_bytes(authority.server("other").key.read_bytes())
+        wait_until(lambda: "changed files of TLS are not used yet" in server.log.read_text() or None, "a warning")
+        assert status_of(HTTPSConnection("localhost", port, context=context)) == 200
 
 
 def test_idle_connections_with_tls_do_not_hold_up_the_end(tmp_path: Path) -> None:

@@ -12,9 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.x509.oid import NameOID
-
 _log = logging.getLogger(__name__)
 _now = time.monotonic
 
@@ -22,7 +19,6 @@ _READY = b"gradrule gateway: listening on "
 _START_S = 60.0
 _STOP_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_CHECK_EVERY_S = 1.0
 # Settings of clients in the server's environment are not meant for its own gateway.
 _CLIENT_VARIABLES = ("TARGET", "TOKEN", "INSECURE_TOKEN", "TLS", "TLS_CA", "CLIENT_CERT", "CLIENT_KEY")
 
@@ -88,14 +84,9 @@ class HttpGateway:
         while True:
             started = _now()
             code = await self._wait_for_end()
-            if code is None:
-                _log.info("the TLS certificate changed; the HTTP gateway starts again")
-                await self._stop_process()
-                pause = 0.0
-            else:
-                if _now() - started > _LONGEST_PAUSE_S:
-                    pause = _FIRST_PAUSE_S
-                _log.error("the HTTP gateway ended with exit code %d; it starts again in %g s", code, pause)
+            if _now() - started > _LONGEST_PAUSE_S:
+                pause = _FIRST_PAUSE_S
+            _log.error("the HTTP gateway ended with exit code %d; it starts again in %g s", code, pause)
             while True:
                 await asyncio.sleep(pause)
                 pause = min(max(2 * pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
@@ -106,28 +97,9 @@ class HttpGateway:
                     _log.error("%s; next try in %g s", failure, pause)
             _log.info("the HTTP gateway runs again")
 
-    async def _wait_for_end(self) -> int | None:
-        """Returns the exit code when the process has ended; None when the certificate has changed."""
+    async def _wait_for_end(self) -> int:
         assert self._process is not None
-        before = self._certificate_time()
-        ending = asyncio.ensure_future(self._process.wait())
-        try:
-            while not ending.done():
-                await asyncio.wait({ending}, timeout=_CHECK_EVERY_S if before else None)
-                if not ending.done() and self._certificate_time() not in (before, 0):
-                    return None
-            return ending.result()
-        finally:
-            ending.cancel()
-
-    def _certificate_time(self) -> int:
-        if self._settings.tls_cert is None:
-            return 0
-        try:
-            return os.stat(self._settings.tls_cert).st_mtime_ns
-        except OSError:
-            # A file that is being replaced.
-            return 0
+        return await self._process.wait()
 
     async def _start_process(self) -> str:
         environment = {key: value for key, value in os.environ.items() if key not in _IGNORED}
@@ -183,8 +155,7 @@ class HttpGateway:
             flags |= {
                 "--tls-cert": str(settings.tls_cert),
                 "--tls-key": str(settings.tls_key),
-                "--tls-ca": str(settings.tls_cert),
-                "--server-name": _name_in(settings.tls_cert),
+                "--server-cert": str(settings.tls_cert),
             }
         words = [word for flag, value in flags.items() for word in (flag, value)]
         for name in settings.allowed_hosts:
@@ -204,22 +175,3 @@ def _loopback(host: str) -> str:
     if address.is_unspecified:
         return "127.0.0.1" if address.version == 4 else "[::1]"
     return f"[{host}]" if address.version == 6 else host
-
-
-def _name_in(certificate: Path) -> str:
-    """Returns a name that a certificate is valid for. Raises `GatewayError`."""
-    try:
-        found = x509.load_pem_x509_certificate(certificate.read_bytes())
-    except (OSError, ValueError) as failure:
-        raise GatewayError(f"{certificate} has no certificate: {failure}") from None
-    try:
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        common = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-        return str(common[0].value) if common else ""
-    dns = names.get_values_for_type(x509.DNSName)
-    if dns:
-        # A wildcard stands for any one label.
-        return dns[0].replace("*", "gateway", 1)
-    addresses = names.get_values_for_type(x509.IPAddress)
-    return str(addresses[0]) if addresses else ""

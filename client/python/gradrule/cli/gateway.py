@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradrule.cli.connection import (
     DEFAULT_TARGET,
@@ -18,6 +18,9 @@ from gradrule.cli.connection import (
     seconds,
 )
 from gradrule.cli.output import USAGE, CommandError, missing_extra
+
+if TYPE_CHECKING:
+    import grpc
 
 DEFAULT_PORT = 8480
 _PARTS = {"gradrule_gateway", "orjson", "starlette", "uvicorn", "h11", "click", "anyio"}
@@ -76,6 +79,7 @@ def add(commands: Any) -> None:
     upstream.add_argument(
         "--server-name", metavar="NAME", default="", help="name in the server's certificate, if it is not its host"
     )
+    upstream.add_argument("--server-cert", default="", help=argparse.SUPPRESS)
     add_tls(upstream)
     _add_limits(parser.add_argument_group("limits and logs"))
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
@@ -150,8 +154,8 @@ def run(options: argparse.Namespace) -> int:
     return serving.run(
         serving.Settings(
             target=options.target,
-            credentials=credentials(options),
-            server_name=options.server_name,
+            read_credentials=lambda: _credentials(options),
+            credential_files=_credential_files(options),
             insecure_tokens=options.insecure_token,
             host=options.host,
             port=options.port,
@@ -164,6 +168,22 @@ def run(options: argparse.Namespace) -> int:
             parent=options.parent,
         )
     )
+
+
+def _credentials(options: argparse.Namespace) -> tuple[grpc.ChannelCredentials | None, str]:
+    """Returns the credentials for the server, and the name in its certificate."""
+    if options.server_cert:
+        from gradrule._rpc import channels
+        from gradrule_gateway.serving import name_in
+
+        return channels.tls(options.server_cert), name_in(options.server_cert)
+    return credentials(options), options.server_name
+
+
+def _credential_files(options: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the files that `_credentials` reads."""
+    files = (options.server_cert, options.tls_ca, options.client_cert, options.client_key)
+    return tuple(path for path in files if path)
 
 
 def _hosts(host: str, allowed: list[str]) -> frozenset[str]:
