@@ -66,7 +66,7 @@ _TOO_MANY_CONNECTIONS = ("too many", "connection slots")
 # Messages of libpq, which are always in English, and of a server that is up: another attempt may succeed.
 _TEMPORARY = (*_TOO_MANY_CONNECTIONS, "read-only", "hot standby", "closed the connection", "timeout expired")
 # Messages of libpq on encryption that another attempt meets too.
-_NOT_ENCRYPTED = re.compile(r"does not support SSL|certificate|SSL error: (?!unexpected eof)|GSSAPI")
+_NOT_ENCRYPTED = re.compile(r"does not support SSL|certificate|SSL error: (?!unexpected eof)|GSSAPI encryption")
 
 
 _OTHER_SERVERS = (
