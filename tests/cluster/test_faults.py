@@ -59,7 +59,7 @@ def table() -> Iterator[list[str]]:
 @pytest.fixture
 def load(cluster: Cluster, table: list[str], request: pytest.FixtureRequest) -> Iterator[Load]:
     """Returns calls that run during a test."""
-    # So that clients leave a server that hangs within 4 s instead of 24 s.
+    # So that clients leave a server that hangs within 4 s instead of 28 s.
     with options_of_clients(grpc_keepalive_time_ms=2500, grpc_http2_ping_timeout_ms=1500):
         running = Load(cluster.target)
     try:

@@ -100,9 +100,9 @@ const SERVICE_CONFIG = {
 const CHANNEL_OPTIONS = {
   "grpc.max_receive_message_length": -1,
   "grpc.max_send_message_length": -1,
-  // A server that hangs is noticed after at most 24 s, so that a call with a timeout of 30 s reaches another server.
-  "grpc.keepalive_time_ms": 16_000,
-  "grpc.keepalive_timeout_ms": 8_000,
+  // A server that hangs is noticed after at most 28 s, so that a call with a timeout of 30 s reaches another server.
+  "grpc.keepalive_time_ms": 8_000,
+  "grpc.keepalive_timeout_ms": 20_000,
   // gRPC's own limits are 120 s and 30 s: a client would find a server that returns, or has a new address, that late.
   "grpc.max_reconnect_backoff_ms": 2_000,
   "grpc.dns_min_time_between_resolutions_ms": 500,

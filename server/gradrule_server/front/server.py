@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _MANY_PENDING, _MAX_PENDING = 20_000, 40_000
 _UNLIMITED = -1
 # Clients ping to notice a server that hangs before the deadlines of their calls.
-_PING_INTERVAL_MS = 10_000
+_PING_INTERVAL_MS = 5_000
 # Name of the task of grpc.aio that accepts calls, which grpc.aio does not expose.
 _ACCEPT_LOOP = "AioServer._server_main_loop"
 
@@ -183,7 +183,7 @@ class ConnectionSettings:
             # The first is the timeout of TCP, the second that of a PING.
             ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
             ("grpc.http2.ping_timeout_ms", _ms(self.keepalive_timeout_s)),
-            # Clients may ping twice as often as the server, and every 10 s in any case, also while they have no call.
+            # Clients may ping twice as often as the server, and every 5 s in any case, also while they have no call.
             ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms // 2, _PING_INTERVAL_MS)),
             ("grpc.keepalive_permit_without_calls", 1),
         ]

@@ -95,7 +95,7 @@ class Listening(SettingsGroup):
     )
     handshake_timeout_s: PositiveFloat = Field(10.0, description="Timeout of connection handshakes, seconds.")
     keepalive_s: PositiveFloat = Field(30.0, description="Idle time before the server sends a keepalive ping, seconds.")
-    keepalive_timeout_s: PositiveFloat = Field(20.0, description="Timeout of the answer to a keepalive ping, seconds.")
+    keepalive_timeout_s: PositiveFloat = Field(60.0, description="Timeout of the answer to a keepalive ping, seconds.")
     max_connection_age_s: float = Field(
         0.0,
         ge=0,

@@ -43,11 +43,12 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A server that hangs is noticed after at most 24 s, so that a call with a timeout of 30 s reaches another server.
-    ("grpc.keepalive_time_ms", 16_000),
-    ("grpc.keepalive_timeout_ms", 8_000),
-    # Timeout of the answer to an HTTP/2 PING; keepalive_timeout_ms applies to TCP only.
-    ("grpc.http2.ping_timeout_ms", 8_000),
+    # A server that hangs is noticed after at most 28 s, so that a call with a timeout of 30 s reaches another server.
+    ("grpc.keepalive_time_ms", 8_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    # Timeout of the answer to an HTTP/2 PING, which may wait behind megabytes in the buffers of a slow connection;
+    # keepalive_timeout_ms applies to TCP only.
+    ("grpc.http2.ping_timeout_ms", 20_000),
     # gRPC's own limit is 120 s: a server that returns after an outage would wait that long for its clients.
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # gRPC's own limit is 30 s: a client whose servers all got new addresses would not find them for that long.

@@ -37,12 +37,12 @@ _TYPES = {
 # Serve's handler shows what this logger writes.
 _log = logging.getLogger("ray.serve")
 
-# As of a server, see `ConnectionSettings` there: the clients send a ping each minute while a call is open.
+# As of a server, see `ConnectionSettings` there: the clients send a ping every 8 s while a call is open.
 _GRPC_OPTIONS = [
     ("grpc.keepalive_time_ms", 60_000),
     # The first is the timeout of TCP, the second that of a PING.
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 60_000),
+    ("grpc.http2.ping_timeout_ms", 60_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # By default gRPC cancels some calls, without a reason, where a thousand start at once.
