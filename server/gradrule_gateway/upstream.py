@@ -81,7 +81,7 @@ class Upstream:
         """Runs a unary call; returns the answer and the server's id of the request. Raises `Problem`."""
         method: Any = self._channel.unary_unary(path)
         call = method(request, metadata=tuple(metadata), timeout=timeout_s)
-        return await _answer(call)
+        return await _answer(call, self.target)
 
     async def upload(
         self, path: str, requests: AsyncIterator[bytes], metadata: Metadata, timeout_s: float | None
@@ -94,7 +94,7 @@ class Upstream:
         method: Any = self._channel.stream_unary(path)
         call = method(metadata=tuple(metadata), timeout=timeout_s)
         writing = asyncio.ensure_future(_write(call, requests))
-        answering = asyncio.ensure_future(_answer(call))
+        answering = asyncio.ensure_future(_answer(call, self.target))
         try:
             await asyncio.wait({writing, answering}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
@@ -133,12 +133,12 @@ async def _write(call: Any, requests: AsyncIterator[bytes]) -> None:
         await call.done_writing()
 
 
-async def _answer(call: Any) -> tuple[bytes, str]:
+async def _answer(call: Any, target: str) -> tuple[bytes, str]:
     try:
         answer: bytes = await call
         trailers = await call.trailing_metadata()
     except grpc.RpcError as failure:
-        raise _problem(failure) from None
+        raise _problem(failure, target) from None
     return answer, _request_id(trailers)
 
 
@@ -146,9 +146,9 @@ def _request_id(metadata: Any) -> str:
     return next((str(value) for key, value in metadata or () if key == _REQUEST_ID), "")
 
 
-def _problem(failure: grpc.RpcError) -> Problem:
+def _problem(failure: grpc.RpcError, target: str) -> Problem:
     call = cast(Any, failure)
-    error = error_of(failure)
+    error = error_of(failure, target)
     violations = [] if error.details[0].message == error.message and not error.details[0].field else error.details
     headers = {_REQUEST_ID: error.request_id} if error.request_id else {}
     return Problem(

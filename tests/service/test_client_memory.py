@@ -444,7 +444,7 @@ def test_invalid_references_to_shared_memory_get_typed_errors(
 def _error_of(failure: grpc.RpcError) -> gr.errors.GradruleError:
     from gradrule._messages.error_status import error_of
 
-    return error_of(failure)
+    return error_of(failure, "localhost:1")
 
 
 @provokes("SHARED_MEMORY_LOST")

@@ -210,7 +210,7 @@ export class Channel {
         this.checkOpen();
         this.routing.recordLostStream();
       } else {
-        const failure = outcomeError(outcome);
+        const failure = outcomeError(outcome, this.target);
         if (failure === undefined) this.routing.recordAnswer();
         if (failure?.code !== Code.UNAVAILABLE) return outcomeResponse(outcome, failure);
       }
@@ -230,7 +230,7 @@ export class Channel {
     for (let attempt = 1; ; attempt++) {
       const outcome = await this.stream.run(bytes, deadline, signal);
       this.checkOpen();
-      const failure = outcomeError(outcome);
+      const failure = outcomeError(outcome, this.target);
       if (failure?.code !== Code.UNAVAILABLE || attempt === TRIES) return outcomeResponse(outcome, failure);
       await delay(50 * 2 ** (attempt - 1));
     }
@@ -248,7 +248,7 @@ export class Channel {
   ): Promise<MessageShape<O>> {
     const answer = await this.send(method, request, deadline, signal);
     // Create the error here and not in the callback, so that its stack trace includes the caller.
-    if ("failure" in answer) throw errorFromFailure(answer.failure);
+    if ("failure" in answer) throw errorFromFailure(answer.failure, this.target);
     return answer.response;
   }
 
@@ -285,7 +285,7 @@ export class Channel {
 }
 
 /** Returns why a call on a stream failed; undefined if it succeeded. */
-function outcomeError(outcome: Outcome): GradruleError | undefined {
+function outcomeError(outcome: Outcome, target: string): GradruleError | undefined {
   switch (outcome.kind) {
     case "answer":
       return undefined;
@@ -293,7 +293,7 @@ function outcomeError(outcome: Outcome): GradruleError | undefined {
       return errorFromStatusBytes(outcome.bytes);
     case "lost":
       return outcome.failure
-        ? errorFromFailure(outcome.failure)
+        ? errorFromFailure(outcome.failure, target)
         : createError("UNAVAILABLE", "The server ended the stream.");
     case "expired":
       return createError("DEADLINE_EXCEEDED", "The server did not answer within the deadline.");

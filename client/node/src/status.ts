@@ -18,14 +18,22 @@ import { StatusSchema } from "./gen/google/rpc/status_pb.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
 
 const NODE = "node:";
+// What gRPC says if it could not connect.
+const NOT_CONNECTED = "No connection established";
+const REFUSED = /\b(ECONNREFUSED|ENOENT)\b/;
 
-/** Returns the typed error of a failed call: from the server's details if there are any, otherwise from its code. */
-export function errorFromFailure(failure: ServiceError): GradruleError {
+/**
+ * Returns the typed error of a failed call: from the server's details if there are any, otherwise from its code.
+ * `target`: that of the client, because gRPC names only the last address that it tried.
+ */
+export function errorFromFailure(failure: ServiceError, target: string): GradruleError {
   const [trailer] = failure.metadata?.get("grpc-status-details-bin") ?? [];
   const status = trailer instanceof Uint8Array ? parseStatus(trailer) : undefined;
   const info = status?.details.map((detail) => anyUnpack(detail, ErrorInfoSchema)).find((found) => found?.reason);
   if (status && info?.domain === "gradrule") return errorFromStatus(status, info, failure.code);
-  return createError(reasonFromCode(failure.code), failure.details, { code: failure.code, cause: failure });
+  const isRefused = failure.details.includes(NOT_CONNECTED) && REFUSED.test(failure.details);
+  const message = isRefused ? `No server listens at ${target}; start one: gradrule serve.` : failure.details;
+  return createError(reasonFromCode(failure.code), message, { code: failure.code, cause: failure });
 }
 
 /** Returns the typed error of a serialized status, which a stream answers a failed call with. */

@@ -1,7 +1,10 @@
 // The wire itself, against a gRPC server that fails on command.
 
 import assert from "node:assert/strict";
+import { once } from "node:events";
 import { readFile } from "node:fs/promises";
+import { createServer } from "node:net";
+import type { AddressInfo } from "node:net";
 import { test } from "node:test";
 
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
@@ -177,6 +180,24 @@ test("each of many calls that fail at once is tried again", async () => {
     await Promise.all(Array.from({ length: count }, () => client.getRule("r")));
     assert.equal(calls, 2 * count);
   });
+});
+
+test("all addresses of a target are named if no server can be reached", async () => {
+  const unused = createServer().listen(0, "127.0.0.1");
+  await once(unused, "listening");
+  const { port } = unused.address() as AddressInfo;
+  await new Promise((closed) => unused.close(closed));
+  for (const target of [`ipv4:127.0.0.1:${port},127.0.0.2:${port}`, `127.0.0.1:${port}`]) {
+    const client = connect(target);
+    const graph = new Graph();
+    graph.placeholder("x", "float32", []);
+    for (const call of [() => client.getRule("r"), () => client.evaluate(graph, { feeds: { x: 1 }, fetches: ["x"] })]) {
+      const failure = await rejection(call());
+      assert.equal(failure.message, `No server listens at ${target}; start one: gradrule serve.`);
+      assert.equal(failure.reason, "UNAVAILABLE");
+    }
+    client.close();
+  }
 });
 
 test("only UNAVAILABLE is tried again, four times in all", async () => {

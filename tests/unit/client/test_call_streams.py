@@ -244,7 +244,7 @@ def test_another_caller_reads_if_the_woken_one_gives_up(monkeypatch: pytest.Monk
         def cancel(self) -> None:
             """Nothing ends."""
 
-    connection = sync_streams.Connection(lambda messages, **options: Calling(), ())
+    connection = sync_streams.Connection(lambda messages, **options: Calling(), (), "")
     first, woken, sleeping = (connection.send("evaluate", (b"",), 0, 60.0) for _ in range(3))
     connection._reader = first
     with futures.ThreadPoolExecutor(1) as threads:

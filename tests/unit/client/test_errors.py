@@ -71,7 +71,7 @@ def test_details_are_read() -> None:
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromMilliseconds(1500)
     info = error_details_pb2.ErrorInfo(reason="UNKNOWN_RULE", domain="gradrule", metadata={"findings_total": "7"})
-    error = error_of(Failed(grpc.StatusCode.NOT_FOUND, "wrong", status(info, bad, retry)))
+    error = error_of(Failed(grpc.StatusCode.NOT_FOUND, "wrong", status(info, bad, retry)), "localhost:1")
     assert type(error) is gr.errors.UnknownRuleError
     assert (error.reason, error.code, error.retry_delay) == ("UNKNOWN_RULE", grpc.StatusCode.NOT_FOUND, 1.5)
     assert error.details == [
@@ -83,7 +83,7 @@ def test_details_are_read() -> None:
 
 def test_a_reason_of_a_newer_server_is_kept() -> None:
     info = error_details_pb2.ErrorInfo(reason="NOT_YET_KNOWN", domain="gradrule")
-    error = error_of(Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "wrong", status(info)))
+    error = error_of(Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "wrong", status(info)), "localhost:1")
     assert type(error) is gr.errors.GradruleError
     assert (error.reason, error.code) == ("NOT_YET_KNOWN", grpc.StatusCode.RESOURCE_EXHAUSTED)
 
@@ -104,7 +104,7 @@ def test_a_reason_of_a_newer_server_is_kept() -> None:
     ],
 )
 def test_codes_without_details(code: str, reason: str, trailers: Any) -> None:
-    error = error_of(Failed(grpc.StatusCode[code], "text", trailers))
+    error = error_of(Failed(grpc.StatusCode[code], "text", trailers), "localhost:1")
     assert type(error) is errors.BY_REASON[reason]
     assert error.code.name == code
     assert "text" in str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,30 @@ def test_a_client_without_a_connection_says_why(
         pytest.raises(UnavailableError, match=says),
     ):
         client.list_rules()
+
+
+async def test_all_addresses_of_a_target_are_named(ports: dict[str, int]) -> None:
+    port = ports["nothing"]
+    target = f"ipv4:127.0.0.1:{port},127.0.0.2:{port}"
+    says = f"no server listens at {target}; start one: gradrule serve"
+    graph = gr.Graph()
+    graph.placeholder("x", "float32", [])
+    with gr.connect(target) as client:
+        calls: list[Callable[[], object]] = [
+            client.list_rules,
+            lambda: client.upload(b"weights"),
+            lambda: client.evaluate(graph, feeds={"x": 1.0}, fetches=["x"]),
+            # Repeated calls are sent over a stream.
+            lambda: client.evaluate(graph, feeds={"x": 1.0}, fetches=["x"]),
+        ]
+        for call in calls:
+            with pytest.raises(UnavailableError) as caught:
+                call()
+            assert caught.value.message == says
+    async with gr.aio.connect(target) as later:
+        with pytest.raises(UnavailableError) as caught:
+            await later.list_rules()
+        assert caught.value.message == says
 
 
 def test_an_unknown_host_is_named() -> None:

@@ -31,22 +31,22 @@ _NOT_CONNECTED = ("connections to all backends failing", "failed to connect to a
 # What gRPC says of a call that reached a server while it stopped, and that the server did not accept.
 _NOT_ACCEPTED = "CANCELLED"
 _ADDRESS = re.compile(r"(?:ipv4:|ipv6:)?((?:%5B[0-9a-fA-F:.%]+%5D|\d[\d.]+):\d+|unix[^:]*:[^: ]+): ")
-# What the cause means, by a part of gRPC's text; {0} is the server's address.
+# What the cause means, by a part of gRPC's text; {address} is the server's. gRPC says it of the last address only.
 _CAUSES = {
-    "Connection refused": "no server listens at {0}; start one: gradrule serve",
-    "No such file or directory": "no server listens at {0}; start one: gradrule serve",
-    "WRONG_VERSION_NUMBER": "the server at {0} does not use TLS; connect without credentials",
+    "Connection refused": "no server listens at {target}; start one: gradrule serve",
+    "No such file or directory": "no server listens at {target}; start one: gradrule serve",
+    "WRONG_VERSION_NUMBER": "the server at {address} does not use TLS; connect without credentials",
     "CERTIFICATE_VERIFY_FAILED": (
-        "the certificate of the server at {0} is not signed by a trusted authority; give the file of its authority: "
-        "credentials=gradrule.tls('ca.pem')"
+        "the certificate of the server at {address} is not signed by a trusted authority; give the file of its "
+        "authority: credentials=gradrule.tls('ca.pem')"
     ),
     "Socket closed": (
-        "the server at {0} closed the connection; if it uses TLS, connect with credentials=gradrule.tls(…)"
+        "the server at {address} closed the connection; if it uses TLS, connect with credentials=gradrule.tls(…)"
     ),
     "Connection reset": (
-        "the server at {0} closed the connection; if it uses TLS, connect with credentials=gradrule.tls(…)"
+        "the server at {address} closed the connection; if it uses TLS, connect with credentials=gradrule.tls(…)"
     ),
-    "Failed parsing HTTP/2": "the server at {0} is not a gRPC server",
+    "Failed parsing HTTP/2": "the server at {address} is not a gRPC server",
 }
 _UNKNOWN_HOST = re.compile(r"lookup failed for (\S+): (.+?)\]?$")
 _R = TypeVar("_R")
@@ -74,9 +74,14 @@ class AnswerLostError(Exception):
         self.cause = cause
 
 
-def lost_or_error(failure: grpc.RpcError) -> AnswerLostError | GradruleError:
+def closed_error(target: str) -> UnavailableError:
+    """Returns the error of calls of a client that was closed."""
+    return UnavailableError(f"the client of {target!r} is closed")
+
+
+def lost_or_error(failure: grpc.RpcError, target: str) -> AnswerLostError | GradruleError:
     """Returns the typed error of a failed call, wrapped in `AnswerLostError` if the server did not send the error."""
-    error = error_of(failure)
+    error = error_of(failure, target)
     said = cast(Any, failure).details() or ""
     # Servers add the id of the request to each error.
     is_lost = not error.request_id and (
@@ -87,15 +92,15 @@ def lost_or_error(failure: grpc.RpcError) -> AnswerLostError | GradruleError:
     return AnswerLostError(error) if is_lost else error
 
 
-def error_of(failure: grpc.RpcError) -> GradruleError:
-    """Returns the typed error of a failed call, sync or async."""
+def error_of(failure: grpc.RpcError, target: str) -> GradruleError:
+    """Returns the typed error of a failed call, sync or async. `target`: that of the client."""
     call = cast(Any, failure)
-    error = _error_of(call)
+    error = _error_of(call, target)
     error.request_id = next((str(value) for key, value in call.trailing_metadata() or () if key == _REQUEST_ID_KEY), "")
     return error
 
 
-def _error_of(call: Any) -> GradruleError:
+def _error_of(call: Any, target: str) -> GradruleError:
     code: grpc.StatusCode = call.code()
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY:
@@ -106,18 +111,20 @@ def _error_of(call: Any) -> GradruleError:
             if (error := _from_status(status, code)) is not None:
                 return error
     said = call.details() or f"the call failed: {code.name}"
-    return error_for_reason(_REASONS.get(code, "INTERNAL"), _connection_problem(said) or said, code=code.name)
+    return error_for_reason(_REASONS.get(code, "INTERNAL"), _connection_problem(said, target) or said, code=code.name)
 
 
-def _connection_problem(said: str) -> str | None:
+def _connection_problem(said: str, target: str) -> str | None:
     """Returns why there is no connection and what to do, from the text of gRPC; None: another error."""
     if not said.startswith(_NOT_CONNECTED):
         return None
     if (host := _UNKNOWN_HOST.search(said)) is not None:
         return f"the host of {host[1]!r} is not found: {host[2]}"
     address = _ADDRESS.search(said)
-    where = "the target" if address is None else unquote(address[1])
-    return next((meaning.format(where) for part, meaning in _CAUSES.items() if part in said), None)
+    where = target if address is None else unquote(address[1])
+    return next(
+        (meaning.format(address=where, target=target) for part, meaning in _CAUSES.items() if part in said), None
+    )
 
 
 def error_from_status_bytes(data: bytes) -> GradruleError:
@@ -141,7 +148,7 @@ def error_from_status(status: status_pb2.Status) -> GradruleError:
 
 def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
     """Returns the error with which waiting for a server ends; None: continue to wait."""
-    error = error_of(failure)
+    error = error_of(failure, target)
     if error.reason == "DEADLINE_EXCEEDED":
         return UnavailableError(f"no server answers at {target!r}")
     return None if error.reason == "UNAVAILABLE" else error

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule._messages.error_status import error_of
+from gradrule._messages.error_status import closed_error, error_of
 from gradrule._messages.rpc_calls import Call
 from gradrule._rpc import call_routes, stream_messages
 from gradrule._rpc.stream_messages import StreamLostError, decoded
@@ -32,13 +32,13 @@ class AsyncStream:
     Args:
         channel: The client's channel.
         metadata: Metadata of the stream.
-        closed: Returns the error to raise once the channel is closed.
+        target: The target of the client, for errors.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Any, target: str) -> None:
         self._open: Callable[..., Any] = channel.stream_stream(stream_messages.METHOD)
         self._metadata = metadata
-        self._closed = closed
+        self._target = target
         self._connection: AsyncConnection | None = None
 
     @property
@@ -66,9 +66,9 @@ class AsyncStream:
         """
         if self._connection is None or self._connection.ended:
             try:
-                self._connection = AsyncConnection(self._open, self._metadata)
+                self._connection = AsyncConnection(self._open, self._metadata, self._target)
             except grpc.aio.UsageError as cause:
-                raise self._closed() from cause
+                raise closed_error(self._target) from cause
         connection = self._connection
         number, future = connection.send(stream_messages.kind_of(call), parts, size, timeout)
         late_s = timeout + stream_messages.GRACE_S
@@ -90,7 +90,8 @@ class AsyncStream:
 class AsyncConnection:
     """Manages a stream from its opening to its end."""
 
-    def __init__(self, open_stream: Callable[..., Any], metadata: Any) -> None:
+    def __init__(self, open_stream: Callable[..., Any], metadata: Any, target: str) -> None:
+        self._target = target
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self.waiting: dict[int, asyncio.Future[_Answer]] = {}
@@ -201,7 +202,7 @@ class AsyncConnection:
             if await self._call.code() is not grpc.StatusCode.OK:
                 failure = UnavailableError(await self._call.details() or "the stream broke")
         except grpc.RpcError as cause:
-            failure = error_of(cause)
+            failure = error_of(cause, self._target)
         except asyncio.CancelledError:
             failure = (
                 UnavailableError("the stream was closed: the server had not answered a request in time")

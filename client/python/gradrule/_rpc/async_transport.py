@@ -66,7 +66,8 @@ async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
 class AsyncSessionStream:
     """Exchanges messages over the stream of a session; each message has one answer. Raises `CHANNEL_CLOSED`."""
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Any) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Any, target: str) -> None:
+        self._target = target
         self._call: Any = channel.stream_stream(METHOD)(metadata=metadata)
 
     async def exchange(self, message: bytes) -> bytes:
@@ -82,7 +83,7 @@ class AsyncSessionStream:
                 await self._call.write(message)
             answer: Any = await self._call.read()
         except grpc.RpcError as failure:
-            raise StreamLostError(error_of(failure)) from None
+            raise StreamLostError(error_of(failure, self._target)) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gradrule._messages.error_status import error_of
+from gradrule._messages.error_status import closed_error, error_of
 from gradrule._messages.rpc_calls import Call
 from gradrule._rpc import call_routes, stream_messages
 from gradrule._rpc.stream_messages import StreamLostError, decoded
@@ -58,13 +58,13 @@ class Stream:
     Args:
         channel: The client's channel.
         metadata: Metadata of the stream.
-        closed: Returns the error to raise once the channel is closed.
+        target: The target of the client, for errors.
     """
 
-    def __init__(self, channel: grpc.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
+    def __init__(self, channel: grpc.Channel, metadata: Any, target: str) -> None:
         self._open: Callable[..., Any] = channel.stream_stream(stream_messages.METHOD)
         self._metadata = metadata
-        self._closed = closed
+        self._target = target
         self._lock = threading.Lock()
         self._connection: Connection | None = None
 
@@ -123,9 +123,9 @@ class Stream:
             connection = self._own_connection
             if connection is None or connection.ended:
                 try:
-                    connection = self._connection = Connection(self._open, self._metadata)
+                    connection = self._connection = Connection(self._open, self._metadata, self._target)
                 except ValueError as cause:
-                    raise self._closed() from cause
+                    raise closed_error(self._target) from cause
             return connection
 
 
@@ -164,7 +164,8 @@ class Connection:
         process: Id of the process that opened it.
     """
 
-    def __init__(self, open_stream: Callable[..., Any], metadata: Any) -> None:
+    def __init__(self, open_stream: Callable[..., Any], metadata: Any, target: str) -> None:
+        self._target = target
         self.process = os.getpid()
         self._outgoing: queue.SimpleQueue[bytes | Iterator[bytes] | None] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
@@ -281,7 +282,7 @@ class Connection:
         except StopIteration:
             self._end(UnavailableError("the server ended the stream"))
         except grpc.RpcError as cause:
-            self._end(error_of(cause))
+            self._end(error_of(cause, self._target))
         except InternalError as failure:
             self._call.cancel()
             self._end(failure)

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeAlias
 
 import grpc
 
-from gradrule._messages.error_status import AnswerLostError, error_of, lost_or_error, message_parts, parsed
+from gradrule._messages.error_status import (
+    AnswerLostError,
+    closed_error,
+    error_of,
+    lost_or_error,
+    message_parts,
+    parsed,
+)
 from gradrule._messages.session_calls import METHOD
 from gradrule._rpc.stream_messages import StreamLostError
 from gradrule.errors import BlobNotFoundError, CancelledError, GradruleError, MessageTooLargeError, UnavailableError
@@ -47,7 +54,8 @@ def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
 class SessionStream:
     """Exchanges messages over the stream of a session; each message has one answer. Raises `CHANNEL_CLOSED`."""
 
-    def __init__(self, channel: grpc.Channel, metadata: Any) -> None:
+    def __init__(self, channel: grpc.Channel, metadata: Any, target: str) -> None:
+        self._target = target
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         opened: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
         self._call: Any = opened(iter(self._messages.get, None), metadata=metadata)
@@ -62,7 +70,7 @@ class SessionStream:
         try:
             return bytes(next(self._call))
         except grpc.RpcError as failure:
-            raise StreamLostError(error_of(failure)) from None
+            raise StreamLostError(error_of(failure, self._target)) from None
         except StopIteration:
             raise StreamLostError(UnavailableError("the server has ended the session")) from None
 
@@ -143,13 +151,13 @@ def _start(sender: CallSender, call: Call[R], seconds: float) -> _Started[R]:
     try:
         future = sender._method(call.method).future(b"".join(parts), timeout=seconds, metadata=sender._metadata)
     except CHANNEL_CLOSED as cause:
-        raise sender._closed() from cause
+        raise closed_error(sender.target) from cause
 
     def result() -> R:
         try:
             return parsed(call.answer, call.decode, future.result())
         except grpc.RpcError as failure:
-            raise lost_or_error(failure) from None
+            raise lost_or_error(failure, sender.target) from None
         except grpc.FutureCancelledError as failure:
             raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
 

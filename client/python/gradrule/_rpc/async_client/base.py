@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
@@ -15,7 +14,7 @@ from google.protobuf.message import Message
 from gradrule import _progress
 from gradrule._builder import blob_values
 from gradrule._messages import rpc_calls
-from gradrule._messages.error_status import error_of, waiting_error
+from gradrule._messages.error_status import closed_error, error_of, waiting_error
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._progress import Progress
 from gradrule._results.status_report import ServerStatus, server_status
@@ -24,7 +23,7 @@ from gradrule._rpc.async_client.sending import AsyncCallSender
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, run_in_thread, sleep
 from gradrule._rpc.call_routes import Routes
 from gradrule._rpc.shared_memory import SharedMemory
-from gradrule.errors import EngineUnavailableError, GradruleError, UnavailableError
+from gradrule.errors import EngineUnavailableError, GradruleError
 from gradrule.v1 import admin_pb2
 
 R = TypeVar("R")
@@ -55,9 +54,7 @@ class AsyncClientBase:
         self._compile_timeout = compile_timeout
         routes = Routes(use_stream=stream)
         self._memory = SharedMemory(is_enabled=shared_memory)
-        # Not a method of this object: without a reference to itself, it is freed when its last user drops it.
-        closed = functools.partial(_closed_error, target)
-        self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, closed)
+        self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, target)
         self._stop_server: Callable[[], object] | None = None
         self.target = target
 
@@ -140,7 +137,7 @@ class AsyncClientBase:
                 if (error := waiting_error(failure, self.target)) is not None:
                     raise error from None
             except CHANNEL_CLOSED as cause:
-                raise self._closed() from cause
+                raise closed_error(self.target) from cause
             else:
                 if answer == channels.HEALTH_SERVING:
                     return
@@ -221,9 +218,9 @@ class AsyncClientBase:
             with _progress.start(progress, "uploading", len(step.data), "bytes") as task:
                 return await send(step.pieces(task.advance), timeout=deadline, metadata=self._metadata)
         except grpc.RpcError as failure:
-            raise error_of(failure) from None
+            raise error_of(failure, self.target) from None
         except CHANNEL_CLOSED as cause:
-            raise self._closed() from cause
+            raise closed_error(self.target) from cause
 
     async def _send_blobs(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
         await self._follow(rpc_calls.upload_steps(blobs), timeout)
@@ -231,10 +228,3 @@ class AsyncClientBase:
     def _limit(self, call: rpc_calls.Call[Any], timeout: float | None) -> float:
         process_forks.require_grpc()
         return call_routes.limit(call, timeout, self._timeout, self._compile_timeout)
-
-    def _closed(self) -> UnavailableError:
-        return _closed_error(self.target)
-
-
-def _closed_error(target: str) -> UnavailableError:
-    return UnavailableError(f"the client of {target!r} is closed")

@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc
 
 from gradrule._messages import rpc_calls
-from gradrule._messages.error_status import AnswerLostError, error_of, lost_or_error, message_parts, parsed
+from gradrule._messages.error_status import (
+    AnswerLostError,
+    closed_error,
+    error_of,
+    lost_or_error,
+    message_parts,
+    parsed,
+)
 from gradrule._rpc import call_routes, shared_memory
 from gradrule._rpc.shared_memory import SharedMemory, may_resend
 from gradrule._rpc.stream_messages import CHUNK_BYTES, StreamLostError
@@ -31,7 +37,7 @@ class CallSender:
         metadata: Metadata of each call.
         routes: Chooses whether a call is sent alone, over the stream or in chunks.
         memory: The memory shared with the server.
-        closed: Returns the error to raise once the channel is closed.
+        target: The target of the client, for errors.
     """
 
     def __init__(
@@ -40,14 +46,14 @@ class CallSender:
         metadata: Any,
         routes: call_routes.Routes,
         memory: SharedMemory,
-        closed: Callable[[], GradruleError],
+        target: str,
     ) -> None:
         self._channel = channel
         self._metadata = metadata
         self._routes = routes
-        self._closed = closed
+        self.target = target
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
-        self._stream = Stream(channel, metadata, closed)
+        self._stream = Stream(channel, metadata, target)
         self._memory = memory
 
     def close(self) -> None:
@@ -77,9 +83,9 @@ class CallSender:
                     b"", timeout=min(seconds, shared_memory.OFFER_TIMEOUT_S), metadata=self._metadata
                 )
             except grpc.RpcError as failure:
-                memory.refuse(error_of(failure))
+                memory.refuse(error_of(failure, self.target))
             except CHANNEL_CLOSED as cause:
-                raise self._closed() from cause
+                raise closed_error(self.target) from cause
             else:
                 # The server may answer slowly; other calls continue meanwhile.
                 run_in_thread(memory.open, call, size, offer, call_routes.remaining_s(ends_at))
@@ -157,9 +163,9 @@ class CallSender:
         try:
             answer = self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as failure:
-            raise lost_or_error(failure) from None
+            raise lost_or_error(failure, self.target) from None
         except CHANNEL_CLOSED as cause:
-            raise self._closed() from cause
+            raise closed_error(self.target) from cause
         return parsed(call.answer, call.decode, answer)
 
     def _method(self, path: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:

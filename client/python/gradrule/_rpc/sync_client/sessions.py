@@ -21,6 +21,7 @@ from gradrule._messages.call_arguments import (
     ProgramArguments,
     UnconnectedGradients,
 )
+from gradrule._messages.error_status import closed_error
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
 from gradrule._results import call_results
@@ -359,9 +360,9 @@ class Session(SessionBase):
             # A refused start has ended its stream.
             self.close()
             try:
-                self._stream = SessionStream(self._client._channel, self._client._metadata)
+                self._stream = SessionStream(self._client._channel, self._client._metadata, self._client.target)
             except CHANNEL_CLOSED as cause:
-                raise self._client._closed() from cause
+                raise closed_error(self._client.target) from cause
         assert self._stream is not None
         try:
             answer = self._stream.exchange(data)
