@@ -151,7 +151,12 @@ class RayCluster:
         """Runs a module that connects to this cluster, and ends it as Ctrl-C does."""
         command = [sys.executable, "-m", module, *arguments]
         environment = {**os.environ, **self._environment, "RAY_ADDRESS": self._address}
-        process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment, cwd=ROOT)
+        # The test process may ignore SIGINT, and child processes inherit that.
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment, cwd=ROOT)
+        finally:
+            signal.signal(signal.SIGINT, previous)
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -40,10 +41,23 @@ def refusal(channel: grpc.Channel, path: str, request: bytes) -> tuple[Any, str,
         call(request, timeout=60)
     error: Any = raised.value
     trailers = dict(error.trailing_metadata())
-    status = status_pb2.Status.FromString(trailers.get("grpc-status-details-bin", b""))
     # Bytes of equal messages may differ: maps have no order.
-    details = [json_format.MessageToDict(detail) for detail in status.details if not is_request_id(detail)]
+    details = [json_format.MessageToDict(detail) for detail in typed_details(trailers) if not is_request_id(detail)]
     return error.code(), error.details(), details, set(trailers)
+
+
+async def refusal_reason(call: Any) -> tuple[str, str]:
+    """Returns the name of the status code of an asyncio call, and its typed reason; the latter is empty without one."""
+    code, info = await call.code(), error_details_pb2.ErrorInfo()
+    for detail in typed_details(dict(await call.trailing_metadata() or ())):
+        if detail.Unpack(info):
+            break
+    return code.name, info.reason
+
+
+def typed_details(trailers: Mapping[str, Any]) -> Sequence[Any]:
+    """Returns the details of the status in the trailers of a call."""
+    return status_pb2.Status.FromString(trailers.get("grpc-status-details-bin", b"")).details
 
 
 def is_request_id(detail: Any) -> bool:
