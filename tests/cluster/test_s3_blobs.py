@@ -93,7 +93,7 @@ def test_errors_of_the_service_are_named(
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 @pytest.mark.parametrize(
-    "value", ["minio:9000", "127.0.0.1", "http://", "ftp://host", "http://host:99999", "http://a b"]
+    "value", ["minio:9000", "127.0.0.1", "http://", "ftp://host", "http://host:99999", "http://[::1", "http://a b"]
 )
 def test_wrong_endpoints_are_refused(
     s3_environment: None, monkeypatch: pytest.MonkeyPatch, variable: str, value: str

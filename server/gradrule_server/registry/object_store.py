@@ -159,7 +159,11 @@ def open_object_store(url: str) -> ObjectStore:
     Raises:
         StoreError: The URL is invalid, the folder or bucket does not exist, or credentials are missing or refused.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        # Its text shows parts of the URL, which may hold credentials.
+        raise StoreError("--blobs is no valid URL: expected file:///folder or s3://bucket/prefix") from None
     if "@" in parts.netloc:
         raise StoreError(
             "--blobs must hold no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"

@@ -157,11 +157,11 @@ def _check_endpoint() -> None:
     """Raises `StoreError` if the environment names an endpoint that is no URL."""
     for name in _ENDPOINTS:
         value = os.environ.get(name, "")
-        parts = urlsplit(value)
         try:
+            parts = urlsplit(value)
             is_valid = parts.scheme in ("http", "https") and is_valid_endpoint_url(value) and parts.port != 0
         except ValueError:
-            # The port is no number up to 65535.
+            # The port is no number up to 65535, or a bracket of an IPv6 address is missing.
             is_valid = False
         if value and not is_valid:
             # Before an @ there may be credentials.

@@ -836,6 +836,8 @@ def test_new_object_store_of_a_registry_with_blobs_is_reported(
         ("relative", "not 'relative'"),
         ("file://host/x", "must be file:///folder"),
         ("s3://bucket/x?versionId=1", r"without \? and #"),
+        ("s3://key:secret@[::1/x", "is no valid URL"),
+        ("s3://key:secret@b\u2100/x", "is no valid URL"),
     ],
 )
 def test_wrong_urls_are_refused(url: str, says: str) -> None:
