@@ -6,6 +6,7 @@ tells it what others have written (see `change_log`).
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -78,6 +79,11 @@ class Database(ABC):
     description: str
     away: str = ""
     away_since: float | None = None
+
+    def _set_away(self, reason: str) -> None:
+        """Stores why the database cannot be used now, and since when; empty: it can be used."""
+        self.away_since = (self.away_since or time.monotonic()) if reason else None
+        self.away = reason
 
     @abstractmethod
     def read(self) -> AbstractContextManager[Connection]:

@@ -378,10 +378,8 @@ class PostgresDatabase(Database):
 
     def _set_away(self, reason: str) -> None:
         with self._state:
-            now = time.monotonic()
-            self.away = reason
-            self.away_since = (self.away_since or now) if reason else None
-            self._probe_at = now + _RETRY_S
+            super()._set_away(reason)
+            self._probe_at = time.monotonic() + _RETRY_S
 
     def _translate(self, cause: DBAPIError) -> Exception:
         state = _sqlstate(cause)

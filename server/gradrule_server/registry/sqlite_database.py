@@ -130,7 +130,7 @@ class SqliteDatabase(Database):
                 "backup and start the server again"
             )
         self._warning.report(problem)
-        self.away = problem or ""
+        self._set_away(problem or "")
 
     def _create_file(self) -> None:
         """Creates an empty file if there is none, readable for its owner only, and syncs the folder."""

@@ -158,11 +158,18 @@ def test_writes_to_a_removed_file_are_refused(
         assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
         # Callers are not told where the server keeps its files.
         assert str(kept) not in refusal.value.message
+    since: list[float | None] = []
     for _ in range(3):
         store.check()
+        since.append(store.database.away_since)
+    assert since[0] is not None
+    assert since == since[:1] * 3
     assert len(caplog.messages) == 1
     assert f"{kept / name} was {'replaced' if is_replaced else 'removed'}" in caplog.text
     aside.rename(kept / name)
+    store.check()
+    assert not store.database.away
+    assert store.database.away_since is None
     store.add_rule(rule("Third"))
     store.close()
     assert names(kept) == ["Kept", "Second", "Third"]
