@@ -107,7 +107,7 @@ def test_backup_can_be_restored_where_the_database_was_lost(kept: Path, tmp_path
     (kept / "gradrule.db").write_bytes(b"")
     restore(tmp_path / "copy", kept)
     assert names(kept) == ["Kept"]
-    assert "1 rules" in str(check(kept))
+    assert "1 rule and" in str(check(kept))
 
 
 @pytest.mark.parametrize(
