@@ -86,10 +86,16 @@ class _Shared:
         self.warning = RepeatedWarning(_log)
         self.lost_warning = RepeatedWarning(_log)
 
-    def take_uses(self) -> dict[BlobKey, int]:
+    def store_uses(self) -> None:
+        """Stores the times of last uses in the index."""
         with self.lock:
             uses, self.uses = self.uses, {}
-        return uses
+        try:
+            self.index.record_uses(uses)
+        except BaseException:
+            with self.lock:
+                self.uses = uses | self.uses
+            raise
 
     @contextlib.contextmanager
     def counted_fetch(self) -> Iterator[None]:
@@ -213,7 +219,7 @@ class SharedBlobStore(BlobStore):
     def _publish(self, name: str, path: Path, length: int) -> None:
         shared, index = self._shared, self._shared.index
         # The order in which blobs are removed must be the current one.
-        index.record_uses(shared.take_uses())
+        shared.store_uses()
         with self._index.lock:
             kept = {(folder, blob) for folder, tenant in self._index.tenants.items() for blob in tenant.pins}
         key, removed = index.reserve(self.folder_name, name, length, limit=self._limit, kept=kept)
@@ -357,9 +363,8 @@ class SharedBlobStore(BlobStore):
     def maintain(self) -> None:
         """Stores times of last uses, and deletes what killed servers left; called every few seconds."""
         shared = self._shared
-        uses = shared.take_uses()
         try:
-            shared.index.record_uses(uses)
+            shared.store_uses()
             shared.usage = shared.index.usage()
             self._delete(shared.index.take_lost(), are_incomplete=True)
             self._compare_once()
@@ -369,8 +374,6 @@ class SharedBlobStore(BlobStore):
         except GradruleError as cause:
             # The database, which reports this itself, is away.
             _log.debug("the index of blobs cannot be changed now: %s", cause)
-            with shared.lock:
-                shared.uses = uses | shared.uses
 
     def _store_lost(self) -> None:
         """Stores blobs of the cache again that programs need and whose objects were lost or damaged."""

@@ -615,6 +615,19 @@ async def test_blob_whose_commit_succeeded_without_an_answer_stays(
     assert await content(servers.open("third"), name) == WEIGHTS
 
 
+def test_uses_are_not_lost_with_an_upload_that_fails(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    ada = servers.open("ada", capacity=2 * PAGE)
+    first, second = put(ada, WEIGHTS), put(ada, b"second")
+    # Asking for a blob is a use.
+    assert ada.missing([first]) == []
+    away = error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the database is away")
+    with monkeypatch.context() as patch:
+        patch.setattr(ada._shared.index, "record_uses", lambda _: (_ for _ in ()).throw(away))
+        assert reason_name(refusal(put, ada, b"third").reason) == "UNAVAILABLE"
+    put(ada, b"third")
+    assert ada.missing([first, second]) == [second]
+
+
 def test_two_servers_may_upload_the_same_blob_at_once(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     ada, grace = servers.open("ada"), servers.open("grace")
     both = threading.Barrier(2, timeout=20)
