@@ -24,6 +24,7 @@ from gradrule_server.quotas import Quota
 from gradrule_server.registry import change_log, postgres_connection, postgres_database, schema
 from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.database import Change
+from gradrule_server.registry.postgres_copy import export_registry, import_registry
 from gradrule_server.registry.postgres_database import PostgresDatabase
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
@@ -482,6 +483,22 @@ def test_value_that_the_database_refuses_concerns_its_caller_only(open_another: 
     assert store.rules() == []
 
 
+@contextmanager
+def noted_timeouts() -> Iterator[list[int]]:
+    """Provides the time limits of statements that are set within the context, milliseconds."""
+    found: list[int] = []
+
+    def note(_: object, __: object, statement: str, *___: object) -> None:
+        if statement.startswith("SET LOCAL statement_timeout = "):
+            found.append(int(statement.rpartition(" ")[2]))
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        yield found
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+
+
 def test_many_rows_get_the_time_that_they_need(open_another: Callable[[], Store]) -> None:
     store = open_another()
     definition = bytes(700_000)
@@ -489,20 +506,29 @@ def test_many_rows_get_the_time_that_they_need(open_another: Callable[[], Store]
         store.add_rule(RuleRow(f"r{number}", definition, "", 1))
         source = ProgramContent(definition, b"", b"")
         store.add_program(ProgramRow(f"p{number}", "i", b"", 1), source)
-    statements: list[str] = []
-
-    def note(_: object, __: object, statement: str, *___: object) -> None:
-        statements.append(statement)
-
-    event.listen(Engine, "before_cursor_execute", note)
-    try:
+    with noted_timeouts() as timeouts:
         assert len(store.rules()) == 3
         assert len(store.program_specs()) == 3
-    finally:
-        event.remove(Engine, "before_cursor_execute", note)
-    changed = [line for line in statements if line.startswith("SET LOCAL statement_timeout")]
     # Longer before the rows, and back afterwards.
-    assert changed == ["SET LOCAL statement_timeout = 5401", "SET LOCAL statement_timeout = 5000"] * 2
+    assert timeouts == [5401, 5000] * 2
+
+
+def test_large_program_with_a_small_graph_gets_the_time_that_it_needs(
+    open_another: Callable[[], Store], database_url: str, tmp_path: Path
+) -> None:
+    store = open_another()
+    # A spec may hold values of variables.
+    source = ProgramContent(bytes(5 << 20), b"graph", bytes(5 << 20))
+    with noted_timeouts() as timeouts:
+        store.add_program(ProgramRow("p", "i", b"", 1), source)
+        assert store.program_content("p", "i") == source
+    assert timeouts == [7000, 5000] * 2
+    with noted_timeouts() as timeouts:
+        export_registry(database_url, tmp_path / "file")
+        store.remove_program("p")
+        import_registry(tmp_path / "file", database_url)
+    assert timeouts == [7000, 5000] * 2
+    assert store.program_content("p", "i") == source
 
 
 def test_database_that_is_away_is_reported_once(

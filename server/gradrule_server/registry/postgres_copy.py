@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Table, create_engine, func, insert, select, update
+from sqlalchemy import Connection, LargeBinary, Table, create_engine, func, insert, literal, select, update
 
 from gradrule_server.registry.change_log import ChangeLog
 from gradrule_server.registry.data_folder import StoreError, sync_to_disk
@@ -67,7 +69,7 @@ def import_registry(file: Path, url: str) -> list[str]:
                     key = tuple(row[column.name] for column in table.primary_key)
                     left_out.append(f"the row {key!r} of {table.name} is damaged and was left out")
                     continue
-                with database.time_for(target, len(row.get("content", b""))):
+                with database.time_for(target, sum(len(value) for value in row.values() if isinstance(value, bytes))):
                     target.execute(insert(table).values(row))
         # Servers that use the registry read everything again.
         ChangeLog().start(target)
@@ -100,7 +102,8 @@ def _check_empty(database: Database, connection: Connection) -> None:
 def _rows(database: Database, source: Connection, table: Table) -> Iterator[dict[str, Any]]:
     """Yields the rows of a table one by one, because each may be large."""
     keys = list(table.primary_key)
-    size = func.length(table.c.content) if "content" in table.c else func.length(keys[0])
+    sizes = [func.length(column) for column in table.c if isinstance(column.type, LargeBinary)]
+    size = functools.reduce(operator.add, sizes, literal(0))
     for *key, length in source.execute(select(*keys, size).order_by(*keys)).all():
         query = select(table).where(*(column == value for column, value in zip(keys, key, strict=True)))
         with database.time_for(source, length):

@@ -217,7 +217,8 @@ class Store:
             .where(programs.c.tenant == tenant, programs.c.id == program_id, programs.c.identity == identity)
         )
         # Only a server on a network needs time for the size.
-        size = self.program_graph_bytes(program_id, identity, tenant) if self.is_shared else 0
+        lengths = func.length(blobs.c.content) + func.length(programs.c.spec) + func.length(programs.c.snapshot)
+        size = self._program_bytes(lengths, program_id, identity, tenant) if self.is_shared else 0
         with _damage_is_unreadable(), self._database.read() as connection, self._database.time_for(connection, size):
             row = connection.execute(query).one_or_none()
         if row is None:
@@ -228,8 +229,11 @@ class Store:
 
     def program_graph_bytes(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> int:
         """Returns the size of a program's graph; 0 if the program is gone. Raises `UnreadableRowError`."""
+        return self._program_bytes(func.length(blobs.c.content), program_id, identity, tenant)
+
+    def _program_bytes(self, lengths: ColumnElement[int], program_id: str, identity: str, tenant: str) -> int:
         query = (
-            select(func.length(blobs.c.content))
+            select(lengths)
             .select_from(programs.join(blobs))
             .where(programs.c.tenant == tenant, programs.c.id == program_id, programs.c.identity == identity)
         )
@@ -269,10 +273,14 @@ class Store:
             is_graph_added: Whether `add_graph` has added the graph in this transaction.
         """
         digest = hashlib.sha256(content.graph).hexdigest()
-        with self._database.write() as connection, self._database.time_for(connection, len(content.graph)):
+        size = len(row.summary) + len(content.spec) + len(content.snapshot)
+        with (
+            self._database.write() as connection,
+            self._database.time_for(connection, size + len(content.graph)),
+        ):
             is_missing = connection.execute(_same_graph(digest, tenant)).one_or_none() is None
-            is_new = is_missing or is_graph_added
-            size = len(row.summary) + len(content.spec) + len(content.snapshot) + (len(content.graph) if is_new else 0)
+            if is_missing or is_graph_added:
+                size += len(content.graph)
             before(size)
             if is_missing:
                 connection.execute(insert(blobs).values(tenant=tenant, digest=digest, content=content.graph))
