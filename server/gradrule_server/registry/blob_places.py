@@ -68,6 +68,7 @@ class FolderBlobs:
 
     def put(self, path: str, pieces: Iterable[bytes]) -> None:
         to = self._folder / path
+        created = [folder for folder in to.parents if not folder.exists()]
         to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = to.with_name(UPLOADING + to.name)
         try:
@@ -80,7 +81,8 @@ class FolderBlobs:
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-        sync_to_disk(to.parent)
+        for folder in (to.parent, *(folder.parent for folder in created)):
+            sync_to_disk(folder)
 
 
 class ObjectBlobs:

@@ -396,6 +396,19 @@ def test_backup_includes_blobs_of_an_object_store(shared: Store, tmp_path: Path,
     assert len([path for path in (tmp_path / "objects").rglob("*") if path.is_file()]) == 4
 
 
+def test_names_of_new_folders_of_blobs_survive_a_power_failure(
+    store: Store, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = name_of(b"weights")
+    synced: list[Path] = []
+    monkeypatch.setattr("gradrule_server.registry.blob_places.sync_to_disk", synced.append)
+    FolderBlobs(data / "new" / "blobs").put(f"tenant-1/{name}", [b"weights"])
+    assert synced == [data / "new" / "blobs" / "tenant-1", data / "new" / "blobs", data / "new", data]
+    synced.clear()
+    FolderBlobs(data / "new" / "blobs").put(f"tenant-1/{name}", [b"weights"])
+    assert synced == [data / "new" / "blobs" / "tenant-1"]
+
+
 def test_registry_is_copied_between_object_stores_and_folders(shared: Store, tmp_path: Path) -> None:
     first = RegistryPlace(tmp_path / "data", "", (tmp_path / "objects").as_uri())
     files = RegistryPlace(tmp_path / "files")
