@@ -253,7 +253,7 @@ class TenantSlots:
         return slot
 
     def _end(self, tenant: str, slot: Future[None]) -> None:
-        # Who has given up waiting has no slot.
+        # A thread or task that no longer waits has no slot.
         if slot.cancel():
             return
         with self._lock:

@@ -4,7 +4,7 @@ Writers take turns: each holds an advisory lock of PostgreSQL until its transact
 first applies what others have written (see `change_log`), so that what it has in memory is what is stored: names are
 unique and quotas are exact across servers.
 
-While the database is away, calls fail at once; one call each second tries to connect.
+While the database is away, calls fail at once; one at a time tries to connect.
 """
 
 from __future__ import annotations
