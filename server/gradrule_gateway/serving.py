@@ -95,10 +95,11 @@ def name_in(certificate: str) -> str:
 
     try:
         found = x509.load_pem_x509_certificate(Path(certificate).read_bytes())
+        extensions = found.extensions
     except ValueError as failure:
-        raise OSError(f"{certificate} has no certificate: {failure}") from None
+        raise OSError(f"{certificate} has no valid certificate: {failure}") from None
     try:
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         common = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         return str(common[0].value) if common else ""

@@ -1,18 +1,25 @@
-"""Connections that send their headers slowly, do not read answers, or are too many, are closed."""
+"""Tests the limits on connections (slow headers, unread answers, their number), and the names in certificates."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
 from uvicorn.server import ServerState
 
 from gradrule_gateway import connections
 from gradrule_gateway.connections import Connection, Connections
+from gradrule_gateway.serving import name_in
 
 ANSWERED = asyncio.Event()
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -149,3 +156,18 @@ def test_limits_on_connections() -> None:
     assert [each.is_closed for each in (*old[1:], *others)] == [True, *[False] * 6]
     opened.remove(busy[0])
     assert not add(opened, "192.0.2.1").is_closed
+
+
+def test_certificate_whose_names_cannot_be_read_is_named(tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "server")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now)
+    names = x509.UnrecognizedExtension(x509.SubjectAlternativeName.oid, b"no list of names")
+    signed = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
+    file = tmp_path / "certificate"
+    for content in (signed.public_bytes(Encoding.PEM), b"no certificate"):
+        file.write_bytes(content)
+        # The gateway goes on with its last certificate after this error.
+        with pytest.raises(OSError, match=f"{file} has no valid certificate"):
+            name_in(str(file))
