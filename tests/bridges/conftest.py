@@ -10,6 +10,11 @@ import gradrule as gr
 from tests.bridges import examples
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # PyMC imports ArviZ, which warns once a day of its next release.
+    config.addinivalue_line("filterwarnings", r"ignore:\s*ArviZ is undergoing a major refactor:FutureWarning")
+
+
 @pytest.fixture(scope="session")
 def smooth(client: Any) -> Any:
     """Returns the program of `examples.smooth_graph` in float64: ys y and z, xs x and w."""
