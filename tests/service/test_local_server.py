@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -101,6 +102,29 @@ def test_folder_of_a_server_that_still_runs_is_kept(tmp_path: Path, monkeypatch:
     lock.release()
     server_supervisor._remove_abandoned_folders()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_another_supervisor_removes_meanwhile_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = [tmp_path / f"gradrule-local-{name}" for name in ("abandoned", "removed")]
+    for folder in folders:
+        folder.mkdir()
+    with os.scandir(tmp_path) as found:
+        entries = sorted(found, key=lambda entry: entry.name, reverse=True)
+    folders[1].rmdir()
+    monkeypatch.setattr(os, "scandir", lambda _: contextlib.nullcontext(entries))
+    server_supervisor._remove_abandoned_folders()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_other_users_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "gradrule-local-foreign").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    server_supervisor._remove_abandoned_folders()
+    assert (tmp_path / "gradrule-local-foreign").exists()
 
 
 def _descendants(pid: int) -> set[int]:

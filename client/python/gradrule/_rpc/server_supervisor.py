@@ -81,9 +81,10 @@ def _temporary_folder() -> Iterator[str]:
 
 def _remove_abandoned_folders() -> None:
     """Removes the folders of this user's supervisors that were killed, unless their servers still run."""
-    with os.scandir(tempfile.gettempdir()) as entries:
+    # The folder for temporary files may refuse to be listed. Other supervisors remove their folders meanwhile.
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
-            if not entry.name.startswith(_PREFIX) or entry.stat(follow_symlinks=False).st_uid != os.getuid():
+            if not entry.name.startswith(_PREFIX):
                 continue
             data = os.path.join(entry.path, _DATA)
             with contextlib.ExitStack() as locks:
@@ -93,13 +94,15 @@ def _remove_abandoned_folders() -> None:
 
 
 def _lock(folder: str, locks: contextlib.ExitStack, *, waits: bool = False) -> bool:
-    """Locks a folder until `locks` is closed; returns False if it is gone or locked, or cannot be locked."""
+    """Locks a folder of this user until `locks` is closed; returns False if it is gone, locked, or another user's."""
     # Not available on Windows, where clients import this file.
     import fcntl
 
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         locks.callback(os.close, handle)
+        if os.fstat(handle).st_uid != os.getuid():
+            return False
         fcntl.flock(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
