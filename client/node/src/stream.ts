@@ -144,8 +144,7 @@ class Connection {
       const expire = (): void => {
         end({ kind: "expired" });
         // Servers answer late requests themselves, so this one hangs: other calls must not wait for it.
-        this.ended = true;
-        this.call.cancel();
+        this.leave();
       };
       const timer = setTimeout(expire, Math.max(deadline - Date.now(), 0) + GRACE_MS);
       signal?.addEventListener("abort", cancel, { once: true });
@@ -202,8 +201,7 @@ class Connection {
     try {
       message = parseMessage(bytes);
     } catch {
-      // All unanswered calls are then lost, and sent again.
-      this.call.cancel();
+      this.leave();
       return;
     }
     const { id, field, data } = message;
@@ -219,6 +217,13 @@ class Connection {
     this.ended = true;
     clearTimeout(this.idle);
     for (const { end } of [...this.pending.values()]) end({ kind: "lost", failure });
+  }
+
+  /** Ends the stream. Its unanswered calls are lost, and sent again. */
+  private leave(): void {
+    // Before the stream ends with CANCELLED, which would not be sent again.
+    this.handleEnd(undefined);
+    this.call.cancel();
   }
 
   private finish(): void {

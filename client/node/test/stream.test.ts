@@ -2,6 +2,7 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { setTimeout as delay } from "node:timers/promises";
 
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
 import { anyPack } from "@bufbuild/protobuf/wkt";
@@ -217,6 +218,22 @@ test("a stream that does not answer is left", async () => {
       assert.equal(await way(program, { timeout: 5 }), "stream");
       assert.equal(counts.streams, 2);
     },
+  );
+});
+
+test("a call in chunks on a stream that is left is sent again", async () => {
+  await against(
+    (stream) => (stream === 1 ? "silence" : "answer"),
+    async (program) => {
+      await ways(program, 3);
+      const long = program.evaluate({ x: new Float32Array(SIZE) });
+      while (counts.chunks < 2) await delay(10);
+      await assert.rejects(way(program, { timeout: 0.05 }), { reason: "DEADLINE_EXCEEDED" });
+      assert.equal((await long).device, "stream");
+      assert.deepEqual([counts.streams, counts.chunks], [2, 4]);
+    },
+    {},
+    { "grpc.max_receive_message_length": 1_200_000 },
   );
 });
 
