@@ -321,25 +321,36 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
         assert 2.5 < time.monotonic() - started < 60
 
 
-def test_server_that_answers_no_ping_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client gives up long before the deadline, though TCP still accepts what it sends."""
-    waits = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
-    quick = [(name, 200 if name in waits else value) for name, value in channels.OPTIONS]
-    monkeypatch.setattr(channels, "OPTIONS", quick)
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as taken:
+@pytest.mark.parametrize("answered", [0, 2])
+def test_server_that_answers_no_more_pings_is_abandoned(answered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client gives up long before the deadline, though TCP still accepts what it sends. Also in a long call."""
+    names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    changes = {**dict.fromkeys(names, 200), "grpc.enable_retries": 0}
+    monkeypatch.setattr(channels, "OPTIONS", [(name, changes.get(name, value)) for name, value in channels.OPTIONS])
+    with socket.create_server(("127.0.0.1", 0)) as listener, futures.ThreadPoolExecutor() as threads:
 
         def greet() -> None:
-            # Each attempt opens a new connection. The server sends SETTINGS and acknowledges the client's.
             with contextlib.suppress(OSError):
                 while True:
-                    connection = taken.enter_context(listener.accept()[0])
-                    connection.sendall(b"\0\0\0\4\0\0\0\0\0\0\0\0\4\1\0\0\0\0")
+                    threads.submit(answer_pings, listener.accept()[0], answered)
 
-        greeter = threading.Thread(target=greet)
-        greeter.start()
-        with gr.connect(f"127.0.0.1:{listener.getsockname()[1]}") as client, refused("UNAVAILABLE") as refusal:
-            client.get_rule("ste", timeout=30)
-        refusal.says("ping timeout")
-        # Wake up the accept loop.
-        listener.shutdown(socket.SHUT_RDWR)
-        greeter.join()
+        threads.submit(greet)
+        try:
+            with gr.connect(f"127.0.0.1:{listener.getsockname()[1]}") as client, refused("UNAVAILABLE") as refusal:
+                client.get_rule("ste", timeout=30)
+            refusal.says("ping timeout")
+        finally:
+            # Wake up the accept loop.
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def answer_pings(connection: socket.socket, count: int) -> None:
+    """Sends SETTINGS, acknowledges the client's, and answers that many pings until the client closes the connection."""
+    with contextlib.suppress(OSError), connection, connection.makefile("rb") as frames:
+        connection.sendall(b"\0\0\0\4\0\0\0\0\0\0\0\0\4\1\0\0\0\0")
+        frames.read(len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+        while len(head := frames.read(9)) == 9:
+            payload = frames.read(int.from_bytes(head[:3], "big"))
+            if head[3:5] == b"\6\0" and count:
+                count -= 1
+                connection.sendall(b"\0\0\x08\6\1\0\0\0\0" + payload)

@@ -45,6 +45,8 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
     # A server that hangs is noticed after at most 28 s, so that a call with a timeout of 30 s reaches another server.
     ("grpc.keepalive_time_ms", 8_000),
+    # 0: any number. By default, gRPC sends only two pings in 16 s of a call without messages, then one each minute.
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_timeout_ms", 15_000),
     # Timeout of the answer to an HTTP/2 PING, which may wait behind megabytes in the buffers of a slow connection;
     # keepalive_timeout_ms applies to TCP only.
