@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from gradrule.common.placement import preferred
+from gradrule.common.placement import Load, preferred
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ class Replica:
         return is_hit
 
 
+_NO_BOUND = 1 << 30
+
 Placement = Callable[[Sequence[Replica], int, np.random.Generator], Replica]
 
 
@@ -124,7 +126,8 @@ def shorter_queue(replicas: Sequence[Replica], _: int, rng: np.random.Generator)
 @functools.cache
 def first_replica(program: int, replicas: int) -> int:
     """Returns the replica that a hash of the program and the replica ranks first (rendezvous hashing)."""
-    return preferred(str(program), [(index, str(index), 0) for index in range(replicas)], 1)[0]
+    idle = [Load(index, str(index), 0, 0) for index in range(replicas)]
+    return preferred(str(program), idle, program_bound=1, replica_bound=1)[0]
 
 
 def by_digest(replicas: Sequence[Replica], program: int, _: np.random.Generator) -> Replica:
@@ -132,41 +135,23 @@ def by_digest(replicas: Sequence[Replica], program: int, _: np.random.Generator)
     return replicas[first_replica(program, len(replicas))]
 
 
-def by_digest_unless_busy(min_bound: int) -> Placement:
+def by_digest_unless_busy(*, program_bound: int = _NO_BOUND, replica_bound: int = _NO_BOUND) -> Placement:
     """Returns the placement of `gradrule.ray`: the next replica in the program's order if the first one is busy.
 
     Args:
-        min_bound: Requests that a replica may have in any case before the next one is tried.
+        program_bound: Requests of the program that a replica may have in any case before the next one is tried.
+        replica_bound: Requests of all programs that a replica may have in any case before the next one is tried.
     """
 
     def place(replicas: Sequence[Replica], program: int, rng: np.random.Generator) -> Replica:
         first = by_digest(replicas, program, rng)
-        if first.queued < min_bound:
+        if first.queued_of[program] < program_bound and first.queued < replica_bound:
             return first
-        loads = [(replica, str(index), replica.queued) for index, replica in enumerate(replicas)]
-        return preferred(str(program), loads, min_bound)[0]
-
-    return place
-
-
-def by_digest_unless_busy_with_program(min_bound: int, max_bound: int) -> Placement:
-    """Returns a placement that counts requests of the same program: `gradrule.ray` does not have it.
-
-    Args:
-        min_bound: Requests of the program that a replica may have in any case before the next one is tried.
-        max_bound: Requests of other programs that make a replica busy for this one, too.
-    """
-
-    def place(replicas: Sequence[Replica], program: int, rng: np.random.Generator) -> Replica:
-        def load(replica: Replica) -> int:
-            is_busy = replica.queued_of[program] >= min_bound or replica.queued >= max_bound
-            return replica.queued if is_busy else min(replica.queued, min_bound - 1)
-
-        first = by_digest(replicas, program, rng)
-        if load(first) < min_bound:
-            return first
-        loads = [(replica, str(index), load(replica)) for index, replica in enumerate(replicas)]
-        return preferred(str(program), loads, min_bound)[0]
+        loads = [
+            Load(replica, str(index), replica.queued_of[program], replica.queued)
+            for index, replica in enumerate(replicas)
+        ]
+        return preferred(str(program), loads, program_bound=program_bound, replica_bound=replica_bound)[0]
 
     return place
 
@@ -175,9 +160,9 @@ PLACEMENTS: dict[str, Placement] = {
     "at random": at_random,
     "shorter of two queues": shorter_queue,
     "by digest": by_digest,
-    "unless busy, 2": by_digest_unless_busy(2),
-    "unless busy, 8": by_digest_unless_busy(8),
-    "unless busy with the program": by_digest_unless_busy_with_program(2, 8),
+    "unless 2 calls": by_digest_unless_busy(replica_bound=2),
+    "unless 8 calls": by_digest_unless_busy(replica_bound=8),
+    "unless 2 of the program or 8 calls (default)": by_digest_unless_busy(program_bound=2, replica_bound=8),
 }
 
 _OVERLOADED = 0.01

@@ -205,6 +205,10 @@ class RayCluster:
         """Returns the ID of the node of each replica."""
         return [ray.get(replica.is_allocated.remote())[3] for replica in self.replicas().values()]
 
+    def calls_of_replicas(self) -> list[int]:
+        """Returns the number of calls in progress on each replica."""
+        return ray.get([replica.get_num_ongoing_requests.remote() for replica in self.replicas().values()])
+
     def wait_for_replicas(self, count: int, timeout_s: float = READY_S) -> None:
         """Waits until exactly so many replicas run."""
         wait_until(lambda: self.running_replicas() == count or None, f"{count} replicas", timeout_s)

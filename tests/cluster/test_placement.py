@@ -12,7 +12,6 @@ from tools.simulate_placement import (
     at_random,
     by_digest,
     by_digest_unless_busy,
-    by_digest_unless_busy_with_program,
     first_replica,
     simulate,
 )
@@ -77,12 +76,12 @@ def test_placement_by_digest_keeps_every_program_in_one_cache() -> None:
     cluster = Cluster(replicas=8, programs=400, cached=100, load=0.05, requests=20_000)
     assert simulate(cluster, at_random).hit_rate < 0.9
     assert simulate(cluster, by_digest).hit_rate > 0.99
-    assert simulate(cluster, by_digest_unless_busy(2)).hit_rate > 0.98
+    assert simulate(cluster, by_digest_unless_busy(replica_bound=2)).hit_rate > 0.98
 
 
 def test_a_popular_program_spreads_over_replicas_that_are_free() -> None:
     cluster = Cluster(replicas=8, programs=400, zipf=1.3, cached=100, compile_s=0.05, load=0.5, requests=20_000)
-    fixed, bounded = simulate(cluster, by_digest), simulate(cluster, by_digest_unless_busy(2))
+    fixed, bounded = simulate(cluster, by_digest), simulate(cluster, by_digest_unless_busy(replica_bound=2))
     assert bounded.p99_s < fixed.p99_s / 4
     assert bounded.largest_share < fixed.largest_share / 1.2
 
@@ -90,6 +89,7 @@ def test_a_popular_program_spreads_over_replicas_that_are_free() -> None:
 def test_counting_calls_of_the_same_program_serves_one_program_and_many() -> None:
     one = Cluster(replicas=4, programs=1, load=0.7, requests=20_000)
     many = Cluster(load=0.5, requests=60_000)
-    counted, small, large = by_digest_unless_busy_with_program(2, 8), by_digest_unless_busy(2), by_digest_unless_busy(8)
+    small, large = by_digest_unless_busy(replica_bound=2), by_digest_unless_busy(replica_bound=8)
+    counted = by_digest_unless_busy(program_bound=2, replica_bound=8)
     assert simulate(one, counted).p99_s == simulate(one, small).p99_s < simulate(one, large).p99_s / 1.1
     assert simulate(many, counted).p99_s < simulate(many, small).p99_s / 2

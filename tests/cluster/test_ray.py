@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -331,6 +332,40 @@ def open_sessions(target: str, count: int) -> Iterator[None]:
         for _ in range(count):
             sessions.enter_context(client.session(graph))
         yield
+
+
+def test_one_program_uses_all_replicas(cluster: RayCluster, settings: dict[str, Any]) -> None:
+    cluster.deploy(settings, num_replicas=4)
+    cluster.wait_for_replicas(4)
+    # The loop ends after less than a second, so that the engine needs no restart when a call is cancelled.
+    request = raw.request(loop_graphs.counted(30_000).SerializeToString(), {"x": raw.tensor(1.0)})
+
+    with grpc.insecure_channel(cluster.proxies[0]) as channel:
+        stub = evaluate_pb2_grpc.GradientServiceStub(channel)
+
+        def place(count: int, *, cancel: bool = False) -> list[int] | None:
+            """Starts calls at once, and returns how many each replica has; None if some ended before."""
+            placed = None
+            calls = [stub.Evaluate.future(request, timeout=READY_S) for _ in range(count)]
+            while not all(call.done() for call in calls):
+                found = cluster.calls_of_replicas()
+                if placed is None and sum(found) == count:
+                    placed = sorted(found)
+                    for call in calls if cancel else ():
+                        call.cancel()
+                time.sleep(0.05)
+            assert all(call.cancelled() or call.result() for call in calls)
+            wait_until(lambda: not sum(cluster.calls_of_replicas()) or None, "end of all calls", READY_S)
+            return placed
+
+        def on_all() -> list[int] | None:
+            return found if (found := place(16)) and min(found) else None
+
+        # A replica takes up to 25 % more than the average of 4, rounded up.
+        assert max(wait_until(on_all, "calls on all replicas", READY_S)) <= 6
+        # The proxy counts calls no longer soon after they have ended.
+        wait_until(lambda: place(2, cancel=True) == [0, 0, 0, 2] or None, "both calls on one replica", READY_S)
+        wait_until(lambda: place(2) == [0, 0, 0, 2] or None, "both calls on one replica again", READY_S)
 
 
 def test_tokens_tls_with_nginx_and_gpus(cluster: RayCluster, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from gradrule.common.placement import preferred
+from gradrule.common.placement import Load, preferred
 from gradrule.errors import InvalidParamError
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
 with warnings.catch_warnings(action="ignore"):
     pytest.importorskip("ray")
     from ray import serve
-    from ray.serve._private.common import DeploymentID
+    from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
     from ray.serve._private.config import DeploymentConfig
-    from ray.serve.request_router import ReplicaID
+    from ray.serve.request_router import PendingRequest, ReplicaID
 
     from gradrule.ray import rpcs
     from gradrule.ray.autoscaling import autoscaling_policy
     from gradrule.ray.leaving_replicas import LeavingReplicas
     from gradrule.ray.proxy import RequestWindow, call_metadata
     from gradrule.ray.replica import Replica, StreamCounter, call_options
-    from gradrule.ray.routing import program_key
+    from gradrule.ray.routing import ProgramRouter, program_key
     from gradrule.ray.rpcs import RPCS, Rpc
 
 KEYS = [f"program {number}" for number in range(1000)]
@@ -103,30 +103,163 @@ def test_server_gets_the_deadline_and_the_metadata_of_the_client_only() -> None:
     assert options == {"metadata": sent, "timeout": 2.5}
 
 
-def first(key: str, loads: dict[str, int], min_bound: int = 2) -> str:
-    return preferred(key, [(name, name, load) for name, load in loads.items()], min_bound)[0]
+def order(key: str, calls: dict[str, tuple[int, int]], *, program_bound: int = 2, replica_bound: int = 8) -> list[str]:
+    """Returns the order of replicas, given the calls of the program and of all programs on each."""
+    loads = [Load(name, name, *counts) for name, counts in calls.items()]
+    return preferred(key, loads, program_bound=program_bound, replica_bound=replica_bound)
+
+
+def idle(names: str) -> dict[str, tuple[int, int]]:
+    return dict.fromkeys(names, (0, 0))
 
 
 def test_programs_spread_over_replicas_and_move_only_when_theirs_goes() -> None:
-    idle = dict.fromkeys("abcd", 0)
-    before = {key: first(key, idle) for key in KEYS}
+    before = {key: order(key, idle("abcd"))[0] for key in KEYS}
     # 1,000 programs over 4 replicas: 250 each, with a standard deviation of 14.
     assert all(180 < count < 320 for count in Counter(before.values()).values())
-    after = {key: first(key, dict.fromkeys("abc", 0)) for key in KEYS}
+    after = {key: order(key, idle("abc"))[0] for key in KEYS}
     assert {key for key in KEYS if before[key] != after[key]} == {key for key in KEYS if before[key] == "d"}
 
 
 def test_a_program_that_is_called_often_gets_further_replicas() -> None:
-    loads = dict.fromkeys("abcd", 0)
-    order = preferred("program", [(name, name, 0) for name in loads], 2)
-    chosen = []
+    first, second, *_ = order("program", idle("abcd"))
+    calls, chosen = idle("abcd"), []
     for _ in range(20):
-        chosen.append(first("program", loads))
-        loads[chosen[-1]] += 1
-    assert chosen[:4] == [order[0], order[0], order[1], order[1]]
-    assert set(chosen) == set(loads)
-    # Busy replicas are tried too, but last.
-    assert preferred("program", [("a", "a", 9), ("b", "b", 8), ("c", "c", 0)], 2) == ["c", "b", "a"]
+        chosen.append(order("program", calls)[0])
+        calls[chosen[-1]] = (calls[chosen[-1]][0] + 1,) * 2
+    assert chosen[:4] == [first, first, second, second]
+    assert set(chosen) == set(calls)
+
+
+def test_calls_of_other_programs_move_a_program_at_the_larger_bound() -> None:
+    first, second, *_ = order("program", idle("abcd"))
+    assert order("program", {**idle("abcd"), first: (1, 7)})[0] == first
+    assert order("program", {**idle("abcd"), first: (1, 8)})[0] == second
+    # Where all replicas have many calls, such as idle streams, the average decides.
+    busy = dict.fromkeys("abcd", (0, 100))
+    assert order("program", {**busy, first: (1, 110)})[0] == first
+    assert order("program", {**busy, first: (1, 200)})[0] == second
+    assert order("program", {**busy, first: (2, 100)})[0] == second
+    assert order("program", {**busy, first: (2, 99)})[0] == first
+
+
+def test_busy_replicas_are_tried_last_and_the_least_busy_first() -> None:
+    assert order("program", {"a": (2, 19), "b": (2, 18), "c": (0, 0)}) == ["c", "b", "a"]
+
+
+class FakeReplica:
+    """A replica without calls, as Ray Serve's router sees it."""
+
+    max_ongoing_requests = 100_000
+
+    def __init__(self, name: str) -> None:
+        self.replica_id = ReplicaID(name, deployment_id=DEPLOYMENT)
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return 0
+
+
+DEPLOYMENT = DeploymentID(name="gradrule", app_name="gradrule")
+
+
+def router(replicas: str = "abcd", **bounds: int) -> ProgramRouter:
+    """Returns a router as a proxy has it. Needs a running event loop."""
+    made = ProgramRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
+    made.initialize_state(**bounds)
+    made.update_replicas([FakeReplica(name) for name in replicas])
+    return made
+
+
+def call(number: int, program: str = "program") -> PendingRequest:
+    metadata = RequestMetadata(f"call {number}", f"internal {number}", session_id=program)
+    return PendingRequest(args=[], kwargs={}, metadata=metadata)
+
+
+async def send(router: ProgramRouter, request: PendingRequest) -> ReplicaID:
+    """Does what Ray Serve does to send a request, and returns where it goes."""
+    replica = (await router._choose_replica_for_request(request)).replica_id
+    router.on_send_request(replica)
+    return replica
+
+
+async def test_calls_that_arrive_at_once_are_spread_by_their_program() -> None:
+    tested = router()
+    chosen = await asyncio.gather(*(send(tested, call(number)) for number in range(16)))
+    assert len(set(chosen)) == 4
+    # 25 % more than the average of 4.
+    assert max(Counter(chosen).values()) <= 6
+    other = router()
+    programs = await asyncio.gather(*(send(other, call(number, f"program {number}")) for number in range(16)))
+    idle_router = [await send(router(), call(0, f"program {number}")) for number in range(16)]
+    assert programs == idle_router
+
+
+async def test_calls_of_a_program_are_counted_until_they_end() -> None:
+    tested = router()
+    calls = tested._program_calls
+    sent = [(await send(tested, call(number)), f"internal {number}") for number in range(8)]
+    assert len(calls) == 8
+    first = sent[0][0]
+    assert calls.count(first, "program") >= 2
+    assert calls.count(first, "other") == 0
+    # An answer may be complete before Ray Serve calls `on_request_routed`.
+    for replica, number in sent[:4]:
+        tested.on_request_completed(replica, number)
+        tested.on_request_completed(replica, number)
+    assert len(calls) == 4
+    gone = sent[-1][0]
+    tested.update_replicas([FakeReplica(name) for name in "abcd" if name != gone.unique_id])
+    assert calls.count(gone, "program") == 0
+    for replica, number in sent:
+        tested.on_request_completed(replica, number)
+    assert len(calls) == 0
+    assert calls._counts == {}
+
+
+async def test_calls_of_a_program_count_while_ray_serve_has_no_news_of_its_replica() -> None:
+    tested = router("ab")
+    first, second = [ReplicaID(name, deployment_id=DEPLOYMENT) for name in "ab"]
+    if await send(tested, call(1)) == second:
+        first, second = second, first
+    assert await send(tested, call(2)) == first
+    tested.on_send_request(second)
+    # As 10 s after the last news.
+    tested.replica_queue_len_cache.invalidate_key(first)
+    assert (await tested.choose_replicas(tested._replicas_list, call(3)))[0][0].replica_id == second
+
+
+async def test_calls_that_are_cancelled_before_they_are_sent_are_not_counted() -> None:
+    tested = router("")
+    waiting = asyncio.ensure_future(send(tested, call(1)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    tested.update_replicas([FakeReplica("a")])
+    await send(tested, call(2))
+    assert list(tested._program_calls._calls) == ["internal 2"]
+    # Cancelled after its replica was chosen, before Ray Serve's coroutine ran.
+    chosen = asyncio.ensure_future(send(tested, call(3)))
+    while "internal 3" not in tested._program_calls._calls:
+        await asyncio.sleep(0)
+    chosen.cancel()
+    await asyncio.wait([chosen])
+    assert chosen.cancelled()
+    assert list(tested._program_calls._calls) == ["internal 2"]
+
+
+async def test_a_call_that_a_replica_refuses_is_counted_on_the_next_one() -> None:
+    tested = router("ab")
+    request = call(1)
+    refused = await send(tested, request)
+    tested._program_calls.add("internal 2", refused, "program")
+    tested._program_calls.add("internal 3", refused, "program")
+    taken = (await tested._choose_replica_for_request(request, is_retry=True)).replica_id
+    assert taken != refused
+    # Ray Serve reports the end of the refused attempt late.
+    tested.on_request_completed(refused, "internal 1")
+    assert tested._program_calls.count(taken, "program") == 1
+    assert tested._program_calls.count(refused, "program") == 2
 
 
 def test_replicas_follow_running_and_waiting_requests() -> None:
