@@ -131,7 +131,7 @@ postgres: ## install PostgreSQL where this machine lacks it
 	{ run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends postgresql; }
 
 nginx: ## install nginx where this machine lacks it
-	@command -v nginx >/dev/null || \
+	@test -x /usr/sbin/nginx || command -v nginx >/dev/null || \
 	{ run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends nginx-light; }
 
 kubectl: $(CLUSTER)/.installed ## install kubectl for tests, where this machine has none that renders components

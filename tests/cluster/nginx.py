@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -31,7 +33,10 @@ def running_nginx(files: CertificateFiles, proxies: Sequence[str], folder: Path)
     configuration = folder / "nginx.conf"
     head = f"daemon off; pid {folder}/nginx.pid; error_log stderr; events {{}} http {{ access_log off;"
     configuration.write_text(f"{head}\n{text}\n}}\n")
-    with subprocess.Popen(["nginx", "-c", str(configuration), "-p", str(folder)]) as process:
+    # Debian installs it where only root looks for programs.
+    program = shutil.which("nginx", path=os.pathsep.join((os.environ["PATH"], "/usr/sbin")))
+    assert program, "make nginx installs nginx"
+    with subprocess.Popen([program, "-c", str(configuration), "-p", str(folder)]) as process:
         try:
             wait_until(lambda: can_connect(port) or None, "nginx")
             yield f"localhost:{port}"
