@@ -116,14 +116,16 @@ def test_uploads_to_servers_that_share_no_blobs_end_with_advice() -> None:
     blobs: dict[str, Any] = {"0" * 64: b"weights"}
     steps = rpc_calls.call_steps(rpc_calls.evaluate_call(evaluate_pb2.EvaluateRequest(), lambda answer: answer, blobs))
     refusal = gr.errors.BlobNotFoundError("the server does not have the blob")
+    refusal.request_id = "r1"
     next(steps)
     for _ in range(3):
         steps.throw(refusal)
         upload = steps.send(list(blobs))
         assert upload == blob_values.Upload("0" * 64, b"weights")
         steps.send(None)
-    with pytest.raises(gr.errors.BlobNotFoundError, match=r"does not have the blob.*--blobs"):
+    with pytest.raises(gr.errors.BlobNotFoundError, match=r"does not have the blob.*--blobs") as raised:
         steps.throw(refusal)
+    assert raised.value.request_id == "r1"
 
 
 class NameServer:

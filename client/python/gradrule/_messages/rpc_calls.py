@@ -245,10 +245,12 @@ def call_steps(call: Call[R]) -> Generator[Call[Any] | blob_values.Upload, Any, 
     try:
         last: R = yield bare
     except BlobNotFoundError as refusal:
-        raise BlobNotFoundError(
+        advice = BlobNotFoundError(
             f"{refusal.message}. The client has uploaded it {_UPLOAD_TRIES} times: if several servers have this "
             "address, start all of them with one --blobs"
-        ) from refusal
+        )
+        advice.request_id = refusal.request_id
+        raise advice from refusal
     return last
 
 
