@@ -30,6 +30,7 @@ with warnings.catch_warnings(action="ignore"):
     from gradrule.ray.replica import Replica, StreamCounter, call_options
     from gradrule.ray.routing import ProgramRouter, program_key
     from gradrule.ray.rpcs import RPCS, Rpc
+    from gradrule.ray.stream_requests import StreamRequests
 
 KEYS = [f"program {number}" for number in range(1000)]
 
@@ -48,7 +49,7 @@ def test_each_rpc_has_a_method_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["config", "tls_cert", "tls_client_ca", "http_port"])
 def test_settings_that_cannot_work_in_a_replica_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidParamError, match=f"cannot have the setting {name}: "):
-        Replica({name: "1"})
+        Replica({name: 0})
     monkeypatch.setenv(f"GRADRULE_{name.upper()}", "1")
     with pytest.raises(InvalidParamError, match=f"cannot have the setting {name}: "):
         Replica({})
@@ -320,6 +321,56 @@ async def test_a_client_that_reads_no_answers_cannot_send_further_requests() -> 
     assert sent == 43
     window.close()
     reading.cancel()
+
+
+async def test_a_request_can_be_cancelled_while_too_many_wait() -> None:
+    request = evaluate_pb2.StreamEvaluateRequest(request_id=1, evaluate=evaluate_pb2.EvaluateRequest())
+    cancel = evaluate_pb2.StreamEvaluateRequest(request_id=2, cancel=evaluate_pb2.CancelRequest(request_id=1))
+
+    async def messages() -> AsyncIterator[bytes]:
+        for message in (*[request] * 32, cancel):
+            yield message.SerializeToString()
+
+    window = RequestWindow(Rpc(rpcs.STREAM_EVALUATE, True, True))
+    passed = await asyncio.wait_for(_all(window.limited(messages())), 10)
+    assert passed[-1] == cancel.SerializeToString()
+
+
+async def _all(messages: AsyncIterator[bytes]) -> list[bytes]:
+    return [message async for message in messages]
+
+
+def test_a_request_that_was_refused_before_its_last_message_does_not_wait() -> None:
+    requests = StreamRequests(Rpc(rpcs.STREAM_EVALUATE, True, True))
+    chunk = evaluate_pb2.StreamEvaluateRequest(request_id=7, chunk=b"...").SerializeToString()
+    whole = evaluate_pb2.StreamEvaluateRequest(request_id=7, evaluate=evaluate_pb2.EvaluateRequest())
+    last = evaluate_pb2.StreamEvaluateRequest()
+    last.CopyFrom(whole)
+    last.total_bytes = 6
+    refusal = evaluate_pb2.StreamEvaluateResponse(request_id=7)
+    refusal.status.SetInParent()
+    answer = refusal.SerializeToString()
+    assert requests.change_by_request(chunk) == 0
+    assert requests.change_by_answer(answer) == 0
+    assert requests.change_by_request(chunk) == 0
+    assert requests.change_by_request(last.SerializeToString()) == 0
+    # Not refused.
+    assert requests.change_by_request(chunk) == 0
+    assert requests.change_by_request(last.SerializeToString()) == 1
+    assert requests.change_by_answer(answer) == -1
+    # Refused and never completed; then a request without chunks.
+    assert requests.change_by_request(chunk) == 0
+    assert requests.change_by_answer(answer) == 0
+    assert requests.change_by_request(whole.SerializeToString()) == 1
+    assert requests.change_by_answer(answer) == -1
+
+
+def test_requests_that_are_never_completed_are_forgotten() -> None:
+    requests = StreamRequests(Rpc(rpcs.STREAM_EVALUATE, True, True))
+    for number in range(5000):
+        chunk = evaluate_pb2.StreamEvaluateRequest(request_id=number, chunk=b"...")
+        assert requests.change_by_request(chunk.SerializeToString()) == 0
+    assert len(requests._incomplete) <= 1024
 
 
 async def test_a_stream_counts_requests_that_have_no_answer_yet() -> None:

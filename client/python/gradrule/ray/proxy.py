@@ -25,7 +25,7 @@ from gradrule.ray import rpcs
 from gradrule.ray.leaving_replicas import LEAVING
 from gradrule.ray.routing import program_key
 from gradrule.ray.rpcs import RPCS, Ending, Rpc
-from gradrule.ray.stream_requests import change_by_answer, change_by_request
+from gradrule.ray.stream_requests import StreamRequests
 
 _TYPES = {
     (False, False): gRPCStreamingType.UNARY_UNARY,
@@ -62,8 +62,8 @@ def configure_proxy() -> list[Any]:
     """Gives the gRPC server of this proxy the options of a gradrule server. Returns no HTTP middleware.
 
     Ray Serve has no setting for this. By default, gRPC closes the connection of a client that sends three pings without
-    a message, so a session that is idle for minutes would be lost. Ray Serve calls this before it starts the server, if
-    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH says so.
+    a message, so a session that is idle for half a minute would be lost. Ray Serve calls this before it starts the
+    server, if RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH says so.
     """
     constants.DEFAULT_GRPC_SERVER_OPTIONS.extend(_GRPC_OPTIONS)
     return []
@@ -77,8 +77,8 @@ def add_services(_: object, server: Any) -> None:
     """
     if _GRPC_OPTIONS[0] not in constants.DEFAULT_GRPC_SERVER_OPTIONS:
         _log.warning(
-            "gradrule: this proxy ends connections that are idle for minutes, and their sessions. Restart Ray Serve "
-            "with the controller_options of deploy/ray/serve.yaml"
+            "gradrule: this proxy ends connections that are idle for half a minute, and their sessions. Restart Ray "
+            "Serve with the controller_options of deploy/ray/serve.yaml"
         )
     for service, entries in groupby(RPCS, key=lambda rpc: rpc.service):
         # Without this, Ray Serve would put its own handlers in the place of these.
@@ -188,21 +188,22 @@ class RequestWindow:
     """Lets a limited number of requests of a stream wait for answers that the client reads."""
 
     def __init__(self, rpc: Rpc) -> None:
-        self._rpc = rpc
+        self._requests = StreamRequests(rpc)
         self._pending = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
 
     async def limited(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yields the messages of a client, each when there is room."""
+        """Yields the messages of a client; those that complete a request when there is room."""
         async for message in messages:
-            await self._has_room.wait()
-            self._change(change_by_request(self._rpc, message))
+            if change := self._requests.change_by_request(message):
+                await self._has_room.wait()
+                self._change(change)
             yield message
 
     def count_answer(self, answer: bytes) -> None:
         """Counts a message of the server that the client has read."""
-        self._change(change_by_answer(self._rpc, answer))
+        self._change(self._requests.change_by_answer(answer))
 
     def close(self) -> None:
         """Ends the waiting of `limited`, once nothing answers any more."""

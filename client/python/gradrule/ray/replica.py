@@ -19,7 +19,7 @@ from gradrule.errors import InvalidParamError
 from gradrule.ray import rpcs
 from gradrule.ray.autoscaling import REQUESTS
 from gradrule.ray.rpcs import RPCS, Ending, Rpc
-from gradrule.ray.stream_requests import change_by_answer, change_by_request
+from gradrule.ray.stream_requests import StreamRequests
 
 # Serve's handler shows what this logger writes.
 _log = logging.getLogger("ray.serve")
@@ -169,7 +169,7 @@ class StreamCounter:
     """
 
     def __init__(self, rpc: Rpc, add: Callable[[int], None]) -> None:
-        self._rpc = rpc
+        self._requests = StreamRequests(rpc)
         self._add = add
         self._has_requests = rpc.path == rpcs.STREAM_EVALUATE
         self._pending = 0
@@ -180,13 +180,13 @@ class StreamCounter:
         """Yields the requests, and counts them."""
         async for request in requests:
             if self._has_requests:
-                self._change(change_by_request(self._rpc, request))
+                self._change(self._requests.change_by_request(request))
             yield request
 
     def count_response(self, response: bytes) -> None:
         """Counts a response."""
         if self._has_requests:
-            self._change(change_by_answer(self._rpc, response))
+            self._change(self._requests.change_by_answer(response))
 
     def close(self) -> None:
         """Counts the requests of the stream no longer."""
@@ -217,10 +217,14 @@ async def _ending(call: Any, message: bytes | None) -> Ending:
     return Ending(code.name, details or "", trailers, message)
 
 
+def _value(settings: Mapping[str, Any], name: str) -> str:
+    """Returns a setting, from the arguments of the application or the environment; empty: it has no value."""
+    value = settings.get(name)
+    return os.environ.get(f"GRADRULE_{name.upper()}", "") if value is None else str(value)
+
+
 def _is_set(settings: Mapping[str, Any], name: str) -> bool:
-    """Returns whether a setting has a value, as an argument of the application or as an environment variable."""
-    value = settings.get(name) or os.environ.get(f"GRADRULE_{name.upper()}") or ""
-    return str(value).lower() not in ("", "0", "no", "off", "false")
+    return _value(settings, name) != ""
 
 
 def _check_credentials(settings: Mapping[str, Any]) -> None:
@@ -234,7 +238,7 @@ def _check_credentials(settings: Mapping[str, Any]) -> None:
             "the gRPC proxies of Ray Serve listen on all addresses of their nodes, and the servers ask for no "
             "credentials (setting tokens): everybody who can reach them may run graphs"
         )
-    elif not _is_set(settings, "insecure_tokens"):
+    elif _value(settings, "insecure_tokens").lower() in ("", "0", "no", "off", "false"):
         raise InvalidParamError(
             "tokens would be sent unencrypted to the gRPC proxies of Ray Serve: put a proxy that encrypts in front of "
             "them, close their port to others, and set insecure_tokens to true"
