@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import warnings
 from typing import Any
 
 with warnings.catch_warnings(action="ignore"):
     from ray.cluster_utils import Cluster
+
+from tests.processes import children
 
 _OBJECT_STORE_BYTES = 80 << 20
 _TRIES = 3
@@ -24,6 +27,9 @@ def main(folder: str) -> None:
     # Ray writes to standard output, which is for answers here.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    # Ray writes the address of the cluster there, into a folder that it expects.
+    os.environ["RAY_TMPDIR"] = folder
+    os.makedirs(f"{folder}/ray")
     cluster = Cluster()
     nodes: list[Any] = []
     with contextlib.ExitStack() as stops:
@@ -42,8 +48,12 @@ def main(folder: str) -> None:
 def add_node(cluster: Any, **options: Any) -> Any:
     """Starts a node. Tries again, since Ray gives a node 30 seconds to start, which a busy machine may need."""
     for _ in range(_TRIES - 1):
+        before = children(os.getpid())
         with contextlib.suppress(Exception):
             return cluster.add_node(object_store_memory=_OBJECT_STORE_BYTES, **options)
+        # They would become a further node.
+        for late in set(children(os.getpid())).difference(before):
+            os.kill(late, signal.SIGKILL)
     return cluster.add_node(object_store_memory=_OBJECT_STORE_BYTES, **options)
 
 

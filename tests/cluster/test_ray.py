@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -31,6 +33,7 @@ from tests.waiting import wait_until
 
 with warnings.catch_warnings(action="ignore"):
     ray = pytest.importorskip("ray")
+    from tests.cluster import ray_nodes
     from tests.cluster.nginx import running_nginx
     from tests.cluster.ray_cluster import READY_S, Load, RayCluster, free_ports, running_ray, sign_graph
 
@@ -409,6 +412,23 @@ def test_replicas_without_a_shared_registry_are_refused(cluster: RayCluster, tmp
     )
     (deployment,) = status.deployments.values()
     assert "2 replicas need a registry that they share" in deployment.message
+
+
+def test_a_node_that_starts_too_late_is_killed_before_the_next_try() -> None:
+    started = []
+
+    def start(**_: object) -> int:
+        started.append(subprocess.Popen(["sleep", "60"]))
+        if len(started) == 1:
+            raise TimeoutError("The current node timed out during startup.")
+        return len(started)
+
+    assert ray_nodes.add_node(SimpleNamespace(add_node=start)) == 2
+    late, node = started
+    assert late.wait(10) == -signal.SIGKILL
+    assert node.poll() is None
+    node.kill()
+    node.wait()
 
 
 def test_serve_run_starts_ray_serve_with_a_grpc_port(cluster: RayCluster, settings: dict[str, Any]) -> None:
