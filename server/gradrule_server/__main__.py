@@ -31,6 +31,9 @@ def _serve(arguments: Sequence[str]) -> int:
     """Runs the server and returns its exit code: 0 after a drain."""
     # gRPC's C core writes to stderr, including text from clients, which could imitate lines of the log.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # By default gRPC starts threads in a forked process before it becomes another program, and may wait there for ever;
+    # uvloop waits for the process meanwhile.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     import uvloop
 
     from gradrule_server.settings import Settings, SettingsError, kubernetes_service_variables
