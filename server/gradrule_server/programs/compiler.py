@@ -36,7 +36,7 @@ class CompiledProgram:
 
     Attributes:
         key: The program's digest.
-        program: Bytes of the `Program` message, without a name.
+        program: Bytes of the `Program` message; with a name only if it is a stored program.
         tail: Bytes that end each answer to a call that holds the program.
         digests_tail: Bytes that end all answers: the digests.
         params: The params that calls may set.

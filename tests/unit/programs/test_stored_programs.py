@@ -18,7 +18,7 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import ProgramCache
-from gradrule_server.programs.compiler import Compiler, RunnableProgram, StoredParts
+from gradrule_server.programs.compiler import CompiledProgram, Compiler, RunnableProgram, StoredParts
 from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.stored_programs import StoredPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
@@ -52,12 +52,16 @@ class FakeCompiler:
         self.asked += 1
         await self.gate.wait()
         digest = program_pb2.ProgramSpec.FromString(spec).fetches[0]
-        compiled: Any = SimpleNamespace(
+        message = program_pb2.Program(digests=program_pb2.Digests(program=digest))
+        no_params: Any = None
+        compiled = CompiledProgram(
             key=digest,
-            message=program_pb2.Program(digests=program_pb2.Digests(program=digest)),
+            program=message.SerializeToString(),
             tail=b"",
-            program=b"",
+            digests_tail=b"",
+            params=no_params,
             placeholders=frozenset({"x"}),
+            used_rules=frozenset(),
         )
         return RunnableProgram(compiled, Loadable(digest, b""))
 
