@@ -324,8 +324,7 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
 @pytest.mark.parametrize("answered", [0, 2])
 def test_server_that_answers_no_more_pings_is_abandoned(answered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client gives up long before the deadline, though TCP still accepts what it sends. Also in a long call."""
-    names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
-    changes = {**dict.fromkeys(names, 200), "grpc.enable_retries": 0}
+    changes = {"grpc.keepalive_time_ms": 500, "grpc.http2.ping_timeout_ms": 1500, "grpc.enable_retries": 0}
     monkeypatch.setattr(channels, "OPTIONS", [(name, changes.get(name, value)) for name, value in channels.OPTIONS])
     with socket.create_server(("127.0.0.1", 0)) as listener, futures.ThreadPoolExecutor() as threads:
 
