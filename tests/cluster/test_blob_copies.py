@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from gradrule_server.commands.registry import run
-from gradrule_server.registry.database import Change, open_database
+from gradrule_server.registry.database import Change
 from gradrule_server.registry.object_store import MARKER
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
-from gradrule_server.registry.store import Store
 from tests.cluster.postgres import PostgresServer
 from tests.cluster.s3 import SECRET, S3Server
+from tests.cluster.test_registry_copies import opened
 from tests.stores import open_blobs
 from tests.unit.registry.rows import execute
 from tests.unit.registry.test_blobs import name_of, put
@@ -23,16 +22,6 @@ from tests.unit.registry.test_shared_blobs import content, create
 # More than one piece.
 WEIGHTS = bytes(range(256)) * (40 << 10)
 MORE = b"more"
-
-
-@contextlib.contextmanager
-def opened(folder: Path, url: str = "") -> Iterator[Store]:
-    """Opens the registry of a server."""
-    store = Store(open_database(url, folder))
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def fill(folder: Path, url: str, blobs_url: str) -> None:

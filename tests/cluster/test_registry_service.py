@@ -269,7 +269,7 @@ def test_calls_go_on_while_the_database_is_away(clean: Pair, load: Load, how: st
                 gradient(client, "Unknown")
             with refused("UNAVAILABLE"):
                 client.program("unknown")
-            # A client that starts now may use a program that the server holds, whichever server created it.
+            # A new client may use a program that the server has in memory, also one that another server created.
             found = client.program("held").message
             assert (found.name, found.digests, found.overrides) == (
                 described.message.name,

@@ -134,7 +134,7 @@ async def test_tenant_gets_no_more_slots_than_its_share_and_others_go_first() ->
     await asyncio.sleep(0)
     await wait_for(lambda: len(order) == 3)
     assert order == ["a", "a", "b"]
-    # A thread of a third tenant waits like the tasks, and gives up.
+    # All slots are taken: a thread of a third tenant waits for one until its time is over.
     with pytest.raises(TimeoutError), slots.hold("c", 0.01):
         raise AssertionError
     # A task that gives up leaves its place to others.

@@ -35,7 +35,8 @@ def main(parent: int, stop_s: float, command: Sequence[str]) -> int:
     the command names another one.
 
     Args:
-        parent: Process ID of the parent, since it may have ended already; 0: whichever process it is now.
+        parent: Process ID of the process whose end ends the command; 0: the present parent. The caller gives the ID
+            where the parent may have ended before this call.
         stop_s: Time that the command gets to end.
         command: To run.
     """
