@@ -28,6 +28,7 @@ test("search, kind and family filter the gallery, and the address keeps them", a
   await expect(page.getByRole("searchbox")).toBeFocused();
   await page.keyboard.type("2007.05785 atan");
   await expect(page.getByRole("article")).toHaveCount(1);
+  // At once: the address has every key.
   await page.reload();
   await expect(page.getByRole("article")).toHaveCount(1);
   await page.getByRole("searchbox").fill("");
