@@ -20,6 +20,12 @@ from tests.unit.registry.rows import blob_count, content, program, rule
 from tests.unit.registry.version_1 import DEFINITION, version_1
 
 
+@pytest.fixture
+def registry_url() -> str:
+    """Names SQLite, whatever `--registry-database` says."""
+    return ""
+
+
 def test_only_the_owner_can_access_folder_and_file(tmp_path: Path) -> None:
     store = Store(tmp_path / "a" / "b")
     assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
