@@ -333,14 +333,15 @@ def test_server_that_answers_no_more_pings_is_abandoned(answered: int, monkeypat
                 while True:
                     threads.submit(answer_pings, listener.accept()[0], answered)
 
-        threads.submit(greet)
+        greeting = threads.submit(greet)
         try:
             with gr.connect(f"127.0.0.1:{listener.getsockname()[1]}") as client, refused("UNAVAILABLE") as refusal:
                 client.get_rule("ste", timeout=30)
             refusal.says("ping timeout")
         finally:
-            # Wake up the accept loop.
+            # Wake up the accept loop. It ends before the pool, which then takes no more connections.
             listener.shutdown(socket.SHUT_RDWR)
+            greeting.result()
 
 
 def answer_pings(connection: socket.socket, count: int) -> None:
