@@ -20,6 +20,8 @@ ARGS ?=
 # Tests run in one process per core, at most four; each process has its own servers. The tests of a file stay together.
 # Files start in the order of `testpaths`: those with servers first, so that no long file is left at the end.
 WORKERS ?= auto
+APT = $$(test "$$(id -u)" = 0 || echo sudo) env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=5
+APT_INSTALL = $(APT) update && $(APT) install --yes --no-install-recommends
 # The registry's own tests run on PostgreSQL too.
 CLUSTER_TESTS ?= tests/cluster $(patsubst %,tests/unit/registry/test_%.py,store rules programs tenants) tests/service/test_rules.py
 # Write bytecode even if the environment forbids it: tests start many servers and commands.
@@ -65,8 +67,7 @@ test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the lib
 	$(VENV)/bin/python -m tests.peers.compare out/peers $(ARGS)
 
 test-console: $(VENV)/.installed $(CONSOLE)/node_modules/.installed ## test the console in a headless Chromium against a real server and gateway
-	@command -v chromium >/dev/null || test "$$(id -u)" = 0 || { echo "make: test-console needs chromium; install it" >&2; exit 1; }
-	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium >/dev/null; }
+	@command -v chromium >/dev/null || { $(APT_INSTALL) chromium >/dev/null; }
 	cd $(CONSOLE) && CHROMIUM=$$(command -v chromium) npm run --silent test -- $(ARGS)
 
 test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy, PyTensor and TensorFlow
@@ -124,15 +125,13 @@ console: $(CONSOLE)/node_modules/.installed ## build the console in the browser 
 http-tools: ## install what tests of HTTP examples need and this machine lacks: curl, jq, and R with httr2 and jsonlite
 	@missing="$$(command -v curl >/dev/null || echo curl) $$(command -v jq >/dev/null || echo jq)"; \
 	Rscript -e 'library(httr2); library(jsonlite)' >/dev/null 2>&1 || missing="$$missing r-base-core r-cran-httr2 r-cran-jsonlite"; \
-	test -z "$${missing// /}" || { run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends $$missing; }
+	test -z "$${missing// /}" || { $(APT_INSTALL) $$missing; }
 
 postgres: ## install PostgreSQL where this machine lacks it
-	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || \
-	{ run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends postgresql; }
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || { $(APT_INSTALL) postgresql; }
 
 nginx: ## install nginx where this machine lacks it
-	@test -x /usr/sbin/nginx || command -v nginx >/dev/null || \
-	{ run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends nginx-light; }
+	@test -x /usr/sbin/nginx || command -v nginx >/dev/null || { $(APT_INSTALL) nginx-light; }
 
 kubectl: $(CLUSTER)/.installed ## install kubectl for tests, where this machine has none that renders components
 	@test -x $(CLUSTER)/bin/kubectl || kubectl kustomize deploy/kubernetes/overlays/ha >/dev/null 2>&1 || \

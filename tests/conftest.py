@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import grpc
+import hypothesis
 import pytest
 
 import gradrule as gr
@@ -17,6 +18,10 @@ from tests.cluster.postgres import PostgresServer, running_postgres
 from tests.service import blocking
 from tests.service.guarded import Guarded, guarded_server
 from tests.service.servers import RunningServer, running_server
+
+# Machines may be busy: no time decides a test.
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -48,7 +48,7 @@ def run_node(code: str) -> str:
         script.write_text(code)
         try:
             done = subprocess.run(
-                ["node", script.name], cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60, check=False
+                ["node", script.name], cwd=NODE_CLIENT, capture_output=True, text=True, timeout=180, check=False
             )
         finally:
             script.unlink()

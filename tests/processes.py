@@ -111,14 +111,15 @@ def children(pid: int) -> list[int]:
 
 
 def engines(pid: int) -> list[int]:
-    """Returns the engine processes of a server, spares included, without those that have ended."""
+    """Returns the engine processes of a server, oldest first; spares too, but none that have ended."""
     found = []
     for child in children(pid):
         with contextlib.suppress(OSError):
             folder = Path(f"/proc/{child}")
             if _state(folder / "stat") not in "ZX" and (folder / "comm").read_text().strip() == _ENGINE:
-                found.append(child)
-    return found
+                # Process ids start again from small ones, so they do not tell which one is older.
+                found.append((_started_at(folder / "stat"), child))
+    return [child for _, child in sorted(found)]
 
 
 def workers(pid: int) -> set[int]:
@@ -153,6 +154,11 @@ def _state(path: Path) -> str:
         return path.read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def _started_at(path: Path) -> int:
+    """Returns when a process started, in clock ticks."""
+    return int(path.read_text().rpartition(")")[2].split()[19])
 
 
 def _status_bytes(pid: int, name: str) -> int:

@@ -74,8 +74,8 @@ class Stage:
             self.clone(builder, f"{HOME}/source")
             steps = f"""
                 {python} -m venv {folder}
-                {folder}/bin/pip wheel --quiet --no-deps --wheel-dir {HOME}/dist {HOME}/source
-                {folder}/bin/pip install --quiet "$(echo {HOME}/dist/gradrule-*.whl){extra}"
+                {folder}/bin/pip wheel --quiet --retries 10 --no-deps --wheel-dir {HOME}/dist {HOME}/source
+                {folder}/bin/pip install --quiet --retries 10 "$(echo {HOME}/dist/gradrule-*.whl){extra}"
             """
             try:
                 done = builder.run("sh", "-ec", steps)

@@ -49,15 +49,19 @@ class RunningServer:
     """Whether it did not stop when it was told to."""
 
     def engine_pid(self) -> int | None:
-        """Returns the process id of an engine; None while there is none."""
+        """Returns the process id of the oldest engine; None while there is none."""
         return next(iter(engines(self.process.pid)), None)
 
     def session_engine_pid(self) -> int:
         """Returns the process that holds sessions, on a server without credentials."""
+
+        def probe() -> int | None:
+            # There are two while one ends.
+            pids = [engine.pid for engine in client.server_status().engines if engine.holds_sessions]
+            return pids[0] if len(pids) == 1 else None
+
         with gr.connect(self.target) as client:
-            (engine,) = (engine for engine in client.server_status().engines if engine.holds_sessions)
-        assert engine.pid is not None
-        return engine.pid
+            return wait_until(probe, "only engine for sessions")
 
     def wait_for_running_calls(self, count: int) -> None:
         """Waits until engines run that many calls, on a server without credentials."""
@@ -70,6 +74,12 @@ class RunningServer:
     def wait_for_engine(self, other_than: int | None = None) -> int:
         """Waits for an engine process other than `other_than` and returns its id."""
         return wait_until(lambda: found if (found := self.engine_pid()) != other_than else None, "an engine process")
+
+    def kill_engines(self) -> None:
+        """Kills all engines that there are now by SIGKILL."""
+        for engine in engines(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
 
     def terminate(self) -> int:
         """Sends SIGTERM and returns the exit code."""

@@ -46,7 +46,7 @@ def test_name_reused_while_its_old_program_is_loaded(tmp_path: Path) -> None:
 
         with futures.ThreadPoolExecutor() as pool:
             in_flight = pool.submit(evaluate)
-            time.sleep(0.1)
+            second.wait_for_running_calls(1)
             assert not in_flight.done()
             request = program_pb2.DeleteProgramRequest(name="programs/p")
             program_pb2_grpc.ProgramServiceStub(channel).DeleteProgram(request)

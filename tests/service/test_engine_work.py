@@ -97,7 +97,7 @@ def test_short_deadline_does_not_abort_compilation_for_other_callers(
     narrow: RunningServer, narrow_channel: grpc.Channel
 ) -> None:
     engine = narrow.wait_for_engine()
-    request = raw.request(chain(3000, prefix="shared"), vjp=raw.vjp())
+    request = raw.request(chain(6000, prefix="shared"), vjp=raw.vjp())
     ended: list[grpc.StatusCode] = []
     hurried = threading.Thread(
         target=lambda: ended.append(code_of(lambda: raw.evaluate(narrow_channel, request, timeout=1.0)))

@@ -170,6 +170,7 @@ def test_overrunning_or_cancelled_call_ends_no_session(
     is_cancelled: bool,
 ) -> None:
     program = ada.compile(loop_graphs.endless(), fetches=["y"])
+    program.evaluate({"x": loop_graphs.ENDS})
     with ada.session(counter()) as session:
         step(session)
         (before,) = engines_of(names[0])
@@ -193,8 +194,10 @@ def test_session_opened_during_anothers_overrun_survives_that_engine(
     first = ada.session(graph)
     first.__enter__()
     (before,) = engines_of(names[0], sessions=True)
+    # The next call needs no compilation.
+    first.evaluate({"x": loop_graphs.ENDS}, fetches=["y"])
     with refused("DEADLINE_EXCEEDED"):
-        first.evaluate({"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=0.3)
+        first.evaluate({"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=1.0)
     with ada.session(counter()) as second:
         assert before not in engines_of(names[0], sessions=True) or len(engines_of(names[0], sessions=True)) == 2
         step(second)

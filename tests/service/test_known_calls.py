@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import grpc
@@ -107,7 +105,6 @@ def test_calls_continue_after_an_engine_was_killed(
 ) -> None:
     """The next engine loads the program."""
     good = outcome(channel, request_of(program))
-    engine = server.wait_for_engine()
-    os.kill(engine, signal.SIGKILL)
+    server.kill_engines()
     assert outcome(channel, request_of(program)) == good
     assert outcome(channel, request_of(program)) == good

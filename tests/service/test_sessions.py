@@ -570,7 +570,7 @@ def test_step_after_its_deadline_changes_nothing(tmp_path: Path) -> None:
         s.step({"n": 1}, "loss", gr.optimizers.SGD(1.0))
         before = s.read()["w"]
         with refused("DEADLINE_EXCEEDED"):
-            s.step({"n": 60_000}, "loss", gr.optimizers.SGD(1.0), timeout=0.2)
+            s.step({"n": 300_000}, "loss", gr.optimizers.SGD(1.0), timeout=0.2)
         try:
             after = s.read(timeout=60)["w"]
         except gr.errors.SessionLostError:

@@ -159,12 +159,13 @@ test("an image file becomes the value of a placeholder", async ({ page, open }) 
   const gradients = page.getByRole("region", { name: "Gradient of x" });
   // The gradient of x² is 2x; the mean of the channels is drawn.
   await expect(gradients.getByText("mean of 3 channels; blue −2, white 0, orange 2")).toBeVisible();
-  const corner = await gradients.locator("canvas").evaluate((canvas) => {
-    const { data } = (canvas as HTMLCanvasElement).getContext("2d")!.getImageData(0, 0, 1, 1);
-    return [...data];
-  });
+  const corner = () =>
+    gradients.locator("canvas").evaluate((canvas) => {
+      const { data } = (canvas as HTMLCanvasElement).getContext("2d")!.getImageData(0, 0, 1, 1);
+      return [...data];
+    });
   // (2 + 0 + 0.4) / 3 of 2 is 0.4: 40 % of the way from white to orange.
-  expect(corner).toEqual([238, 191, 153, 255]);
+  await expect.poll(corner).toEqual([238, 191, 153, 255]);
   await expect(page.getByRole("region", { name: "Output y" }).getByText("colours from 0 to 1")).toBeVisible();
 });
 

@@ -116,6 +116,7 @@ test.describe("without a token", () => {
 
   test("a wrong token is refused in the dialog, and not kept", async ({ page, open }) => {
     await open("#/rules");
+    await settled(page);
     await page.getByRole("banner").getByRole("button", { name: "Sign in" }).click();
     await page.getByLabel("Token").fill("wrong");
     await page.keyboard.press("Enter");
