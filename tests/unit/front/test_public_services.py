@@ -43,7 +43,7 @@ def asked(service: str = "") -> health_pb2.HealthCheckRequest:
 
 @asynccontextmanager
 async def not_reading(target: str, count: int = 1) -> AsyncIterator[asyncio.StreamReader]:
-    """A client that watches and lets nothing be sent to it."""
+    """A client that watches and lets nothing be sent to it; yields once the server writes on all its calls."""
     calls = b"".join(
         wire.frame(wire.HEADERS, wire.END_HEADERS, 2 * number + 1, wire.headers(WATCH))
         + wire.frame(wire.DATA, wire.END_STREAM, 2 * number + 1, wire.message(b""))
@@ -51,7 +51,12 @@ async def not_reading(target: str, count: int = 1) -> AsyncIterator[asyncio.Stre
     )
     async with wire.connected(target) as (reader, writer):
         writer.write(wire.PREFACE + wire.settings((wire.INITIAL_WINDOW_SIZE, 0)) + calls)
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(20):
+            answered = 0
+            while answered < count:
+                kind, *_ = await wire.read_frame(reader)
+                # Headers may be sent; they come with the first status, which may not.
+                answered += kind == wire.HEADERS
         yield reader
 
 
@@ -86,20 +91,23 @@ async def test_watcher_that_does_not_read_delays_no_other() -> None:
     health.set("", NOT_SERVING)
     async with serving(health) as target, stub(target) as client, not_reading(target):
         watched = client.Watch(asked())
-        assert (await asyncio.wait_for(watched.read(), 5)).status == NOT_SERVING
+        # Less than the time after which the other one is disconnected.
+        assert (await asyncio.wait_for(watched.read(), 10)).status == NOT_SERVING
         health.set("", SERVING)
-        assert (await asyncio.wait_for(watched.read(), 5)).status == SERVING
-        assert (await client.Check(asked(), timeout=5)).status == SERVING
+        assert (await asyncio.wait_for(watched.read(), 10)).status == SERVING
+        assert (await client.Check(asked(), timeout=10)).status == SERVING
 
 
 async def test_watcher_that_does_not_read_is_disconnected() -> None:
-    health = Health(max_watchers=2, stall_s=0.5)
-    async with serving(health) as target, stub(target) as client, not_reading(target, 2) as reader:
-        with pytest.raises(grpc.RpcError) as caught:
-            await client.Watch(asked()).read()
-
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await wire.read_until_closed(reader, 5)
+    health = Health(max_watchers=2, stall_s=2.0)
+    async with serving(health) as target, stub(target) as client:
+        # It is connected before the time of the others begins.
+        await client.Check(asked())
+        async with not_reading(target, 2) as reader:
+            with pytest.raises(grpc.RpcError) as caught:
+                await client.Watch(asked()).read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await wire.read_until_closed(reader, 20)
 
         async def is_accepted() -> bool:
             try:
@@ -142,5 +150,5 @@ async def test_server_stops_although_watchers_do_not_read() -> None:
         server.set_ready(True)
         draining = asyncio.ensure_future(server.drain(1.0))
         # A watcher that reads gets the status, and the server stops in time.
-        assert (await asyncio.wait_for(watched.read(), 5)).status == NOT_SERVING
-        await asyncio.wait_for(draining, 5)
+        assert (await asyncio.wait_for(watched.read(), 10)).status == NOT_SERVING
+        await asyncio.wait_for(draining, 10)

@@ -34,8 +34,8 @@ async def test_call_past_its_deadline_is_cancelled_with_a_reason() -> None:
             raise
         return b""
 
-    pipeline = create_pipeline(default_deadline_s=0.02, max_deadline_s=0.03)
-    for remaining in (None, 0.01, 600.0):
+    pipeline = create_pipeline(default_deadline_s=0.2, max_deadline_s=0.3)
+    for remaining in (None, 0.1, 600.0):
         context = Context(remaining)
         with pytest.raises(Aborted):
             await call(pipeline, slow, context)
@@ -192,14 +192,15 @@ async def test_idle_stream_stays_open() -> None:
 
 
 async def test_streams_of_a_tenant_are_limited() -> None:
-    gate = asyncio.Event()
+    is_open, gate = asyncio.Event(), asyncio.Event()
 
     async def waits(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
+        is_open.set()
         await gate.wait()
 
     pipeline, read = create_pipeline(), Context()
     first = asyncio.create_task(stream(pipeline, waits, read))
-    await asyncio.sleep(0.01)
+    await is_open.wait()
     refused = Context()
     with pytest.raises(Aborted):
         await stream(pipeline, waits, refused)
@@ -244,7 +245,7 @@ async def test_unread_answer_counts_after_its_stream_has_ended() -> None:
     async def small(_: Call[Any]) -> bytes:
         return b""
 
-    pipeline, stalled = create_pipeline(stall_s=0.02), Context()
+    pipeline, stalled = create_pipeline(stall_s=0.2), Context()
     with pytest.raises(Aborted):
         await stream(pipeline, writes, stalled)
     refused = Context()
@@ -255,5 +256,6 @@ async def test_unread_answer_counts_after_its_stream_has_ended() -> None:
     stalled.done()
     with pytest.raises(Aborted):
         await call(pipeline, small, Context())
-    await asyncio.sleep(0.1)
+    # The connection is closed after twice `stall_s`.
+    await asyncio.sleep(0.5)
     await call(pipeline, small, Context())

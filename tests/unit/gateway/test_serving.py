@@ -36,13 +36,17 @@ async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture
-async def port(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns the port of a server with short times, and at most three connections of one address."""
-    monkeypatch.setattr(connections, "_HEADER_S", 0.05)
+def opened() -> Connections:
+    """Returns the connections of the server: at most three of one address."""
+    return Connections(max_open=12, idle_s=30)
+
+
+@pytest.fixture
+async def port(opened: Connections) -> Any:
+    """Returns the port of a server."""
     ANSWERED.clear()
     config = uvicorn.Config(answer_ok, ws="none", lifespan="off", log_config=None, access_log=False)
     config.load()
-    opened = Connections(max_open=12, idle_s=0.2)
 
     def protocol() -> Connection:
         return Connection(config, ServerState(), {}, connections=opened)
@@ -53,23 +57,26 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: local"], ids=["nothing", "a part"])
-async def test_slow_headers(port: int, sent: bytes) -> None:
+async def test_slow_headers(port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_HEADER_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     assert await asyncio.wait_for(reader.read(), 10) == b""
     writer.close()
 
 
-async def test_slow_headers_of_the_second_request(port: int) -> None:
+async def test_slow_headers_of_the_second_request(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(REQUEST)
     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    monkeypatch.setattr(connections, "_HEADER_S", 0.05)
     writer.write(b"GET / HT")
     assert await asyncio.wait_for(reader.read(), 10) == b""
     writer.close()
 
 
-async def test_an_answer_that_is_not_read_does_not_stay_in_memory(port: int) -> None:
+async def test_an_answer_that_is_not_read_does_not_stay_in_memory(port: int, opened: Connections) -> None:
+    opened.idle_s = 0.2
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
     writer.write(REQUEST.replace(b"/", b"/64", 1))
     # `send` returns when the connection is closed: the system's buffers are smaller than 64 MiB.
@@ -105,20 +112,20 @@ async def test_what_is_not_http_is_answered_with_a_problem(port: int, text: byte
 
 
 async def test_a_new_connection_replaces_the_one_that_was_idle_longest(port: int) -> None:
-    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
     # The first one has had the latest request.
-    for reader, writer in (*opened[1:], opened[0]):
+    for reader, writer in (*clients[1:], clients[0]):
         writer.write(REQUEST)
         await reader.readuntil(b"\r\n\r\n")
     new_reader, new_writer = await asyncio.open_connection("127.0.0.1", port)
     new_writer.write(REQUEST)
     assert (await new_reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
     with contextlib.suppress(ConnectionResetError):
-        assert await asyncio.wait_for(opened[1][0].read(), 30) == b""
-    for reader, writer in (opened[0], opened[2]):
+        assert await asyncio.wait_for(clients[1][0].read(), 30) == b""
+    for reader, writer in (clients[0], clients[2]):
         writer.write(REQUEST)
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-    for _, writer in (*opened, (new_reader, new_writer)):
+    for _, writer in (*clients, (new_reader, new_writer)):
         writer.close()
 
 

@@ -61,14 +61,13 @@ def test_threads_handle_frames_side_by_side(pair: Pair) -> None:
     def handle(frame: Frame) -> None:
         both_inside.wait()
         seen.append(frame.request_id)
+        if len(seen) == 2:
+            ours.shutdown(socket.SHUT_RDWR)
 
     sender = FrameSocket(ours)
     sender.send(Kind.RUN, 1, b"a")
     sender.send(Kind.RUN, 2, b"b")
-    closer = threading.Timer(0.5, ours.shutdown, args=[socket.SHUT_RDWR])
-    closer.start()
     serve_frames(FrameSocket(theirs), handle, pytest.fail, threads=2)
-    closer.join()
     assert sorted(seen) == [1, 2]
 
 
@@ -85,15 +84,20 @@ def test_frames_that_come_one_at_a_time_are_handled_by_one_thread(pair: Pair) ->
 
     serving = threading.Thread(target=serve_frames, args=(frames, handle, pytest.fail, 3))
     serving.start()
-    for number in range(50):
-        sender.send(Kind.RUN, number, b"a")
-        assert sender.receive() is not None
-        # The next frame may come just before the thread is done with this one, and wake another; time makes that rare.
-        time.sleep(0.002)
+    # The next frame may come just before the thread is done with this one, and wake another. Time makes that rare, but
+    # not on a busy machine.
+    for _ in range(5):
+        threads.clear()
+        for number in range(50):
+            sender.send(Kind.RUN, number, b"a")
+            assert sender.receive() is not None
+            time.sleep(0.002)
+        assert len(threads) == 50
+        changes = sum(before != after for before, after in itertools.pairwise(threads))
+        if changes < 25:
+            break
     ours.shutdown(socket.SHUT_RDWR)
     serving.join()
-    changes = sum(before != after for before, after in itertools.pairwise(threads))
-    assert len(threads) == 50
     assert changes < 25
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from gradrule_server.link import operating_system
 from gradrule_server.link.operating_system import OomKills, memory_share
+from tests.waiting import wait_for_condition
 
 _GIB = 1024**3
 
@@ -70,11 +71,10 @@ async def test_a_kill_is_reported_for_a_while(counters: tuple[Path, Path]) -> No
     assert not kills.has_grown
     machine.write_text("nr_free_pages 1\noom_kill 8\n")
     assert kills.has_grown
-    await asyncio.sleep(0.1)
-    assert not kills.has_grown
+    await wait_for_condition(lambda: not kills.has_grown)
     # A container counts its own.
     container.write_text("low 0\noom 3\noom_kill 0\noom_group_kill 0\n")
-    await asyncio.sleep(0.1)
+    await wait_for_condition(lambda: set(kills._samples) == {0})
     machine.write_text("oom_kill 9\n")
     assert not kills.has_grown
     container.write_text("oom_kill 1\n")

@@ -8,10 +8,17 @@ import signal
 
 import pytest
 
+from gradrule_server.link import process as process_module
 from gradrule_server.link.fork_server import FatalMessage, ForkedProcess
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.recovery.endings import EndReason
 from tests.unit.link.fake_engine import connected
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes have time to end by themselves, also on a busy machine."""
+    monkeypatch.setattr(process_module, "_STDERR_TIMEOUT_S", 30.0)
 
 
 def _spawned(*command: str) -> ForkedProcess:

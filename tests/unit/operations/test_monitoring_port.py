@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -29,15 +28,15 @@ class Served:
 @pytest.fixture
 async def page() -> AsyncIterator[Served]:
     metrics = Metrics()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        found = Served(metrics, free.getsockname()[1])
+    found = Served(metrics, 0)
     served = MonitoringPort(
         metrics.registry,
         lambda: metrics.set_state(take_snapshot(sources()), audit_dropped=0),
         lambda: found.is_ready,
     )
-    await served.start("127.0.0.1", found.port)
+    await served.start("127.0.0.1", 0)
+    assert served._server is not None
+    found.port = served._server.sockets[0].getsockname()[1]
     yield found
     await served.stop()
 

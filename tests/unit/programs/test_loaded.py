@@ -28,6 +28,7 @@ from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder, Starter
+from tests.waiting import wait_for_condition
 
 _QUICK = EngineTimes(overrun_grace_s=0.05)
 
@@ -494,6 +495,11 @@ async def test_call_waits_for_a_slow_program_without_a_spare(blobs: BlobStore) -
     assert (await slow, await other) == (0, 0)
 
 
+def _are_gone(*items: weakref.ref[Any]) -> bool:
+    gc.collect()
+    return all(item() is None for item in items)
+
+
 async def test_nothing_is_left_of_an_engine_that_died_in_a_trial(blobs: BlobStore) -> None:
     pool = FakePool(FakeEngine())
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)
@@ -505,9 +511,7 @@ async def test_nothing_is_left_of_an_engine_that_died_in_a_trial(blobs: BlobStor
     gone: list[weakref.ref[object]] = [weakref.ref(engine), weakref.ref(load.work.connection)]
     pool.trial_engines.clear()
     del engine, load
-    await asyncio.sleep(0.01)
-    gc.collect()
-    assert [item() for item in gone] == [None, None]
+    await wait_for_condition(lambda: _are_gone(*gone), 10)
     assert len(loaded) == 0
 
 
@@ -523,6 +527,4 @@ async def test_nothing_is_left_of_a_process_that_died_in_its_place(blobs: BlobSt
     engine.start_another()
     with loaded.hold(program("a")):
         pass
-    await asyncio.sleep(0.01)
-    gc.collect()
-    assert gone() is None
+    await wait_for_condition(lambda: _are_gone(gone), 10)

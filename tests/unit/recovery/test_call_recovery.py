@@ -18,6 +18,7 @@ from gradrule_server.recovery.crash_history import CrashHistory, Workload
 from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, KILLED, FakeEngine, FakePool
+from tests.waiting import wait_for_condition
 
 _FINDINGS = [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "gone")]
 OVERRUN = EngineEnd(EndReason.OVERRUN, "it overran")
@@ -294,15 +295,17 @@ async def _hangs(engine: Engine | None) -> int:
 
 
 class Hangs:
-    """Loses its engine, alone; then it does not return."""
+    """Loses its engine, alone; then it sets `is_hanging` and does not return."""
 
     def __init__(self) -> None:
         self.loss: EngineLost | None = lost(ran_alone=True)
+        self.is_hanging = asyncio.Event()
 
     async def __call__(self, engine: Engine | None) -> int:
         cause, self.loss = self.loss, None
         if cause is not None:
             raise cause
+        self.is_hanging.set()
         return await _hangs(engine)
 
 
@@ -310,9 +313,11 @@ def count_crashes(loaded: LoadedPrograms) -> int:
     return len(loaded.crash_history._crashes.get(program(), []))
 
 
-async def _gives_up(recovery: CallRecovery[Engine], after_s: float) -> None:
-    call = asyncio.create_task(recovery.run(program(), Hangs()))
-    await asyncio.sleep(after_s)
+async def _gives_up(recovery: CallRecovery[Engine]) -> None:
+    """A call is cancelled during its trial."""
+    attempts = Hangs()
+    call = asyncio.create_task(recovery.run(program(), attempts))
+    await attempts.is_hanging.wait()
     call.cancel()
     await asyncio.wait([call])
 
@@ -328,20 +333,24 @@ async def test_a_workload_quarantined_meanwhile_is_not_run_again(loaded: LoadedP
 
 async def test_a_call_cancelled_while_it_waits_for_its_trial_counts_as_a_crash(loaded: LoadedPrograms) -> None:
     async with loaded.pool.trials.hold(""):
-        await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
+        recovery = recover(loaded, asyncio.get_running_loop().time() + 60)
+        call = asyncio.create_task(recovery.run(program(), Hangs()))
+        await wait_for_condition(lambda: loaded.pool.trials.waiting(""))
+        call.cancel()
+        await asyncio.wait([call])
     assert count_crashes(loaded) == 1
 
 
 async def test_a_call_cancelled_during_its_trial_counts_as_a_crash_of_its_first_engine(loaded: LoadedPrograms) -> None:
-    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
+    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60))
     assert count_crashes(loaded) == 1
-    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
+    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60))
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
 
 async def test_a_workload_that_crashes_alone_and_hangs_in_its_trial_is_quarantined(loaded: LoadedPrograms) -> None:
-    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 0.01), 0.02)
+    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 0.01))
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
@@ -355,8 +364,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 async def test_a_long_trial_ends_when_the_next_one_waits(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
-    hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
-    await asyncio.sleep(0.01)
+    attempts = Hangs()
+    hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), attempts))
+    await attempts.is_hanging.wait()
     assert await asyncio.wait_for(run(loaded, Attempts(lost()), "b"), 5) == 2
     with pytest.raises(GradruleError, match=r"ENGINE_CRASHED.*\(SIGABRT.*alone it did not come to an end"):
         await hangs
@@ -376,14 +386,13 @@ async def test_a_trial_may_run_until_its_deadline_if_no_other_waits(loaded: Load
 
 @pytest.mark.usefixtures("quick")
 async def test_a_trial_may_take_longer_if_its_workload_is_known_to_take_long(loaded: LoadedPrograms) -> None:
-    ends_at = asyncio.get_running_loop().time() + 60
+    loop, attempts = asyncio.get_running_loop(), Hangs()
+    started = loop.time()
     recover(loaded).recorder(program()).record_completion(0.1)
-    hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
-    await asyncio.sleep(0.01)
-    other = asyncio.create_task(run(loaded, Attempts(lost()), "b"))
-    await asyncio.sleep(0.3)
-    assert not hangs.done()
-    assert await asyncio.wait_for(other, 5) == 2
+    hangs = asyncio.create_task(recover(loaded, started + 60).run(program(), attempts))
+    await attempts.is_hanging.wait()
+    assert await asyncio.wait_for(run(loaded, Attempts(lost()), "b"), 5) == 2
+    assert loop.time() - started > 0.4
     with pytest.raises(GradruleError, match="ENGINE_CRASHED"):
         await hangs
 
@@ -392,7 +401,7 @@ async def test_a_cancelled_call_that_did_not_run_alone_counts_as_no_crash_yet(lo
     attempts = Hangs()
     attempts.loss = lost(crash_report=at_end_with("bad"))
     call = asyncio.create_task(recover(loaded, asyncio.get_running_loop().time() + 60).run(program(), attempts))
-    await asyncio.sleep(0.01)
+    await attempts.is_hanging.wait()
     call.cancel()
     await asyncio.wait([call])
     assert count_crashes(loaded) == 0
