@@ -221,7 +221,9 @@ async def test_missing_request_is_counted_and_times_out() -> None:
         assert await status_of(method(of(b""), timeout=30)) == "OVERLOADED"
         assert await status_of(slow) == "DEADLINE_EXCEEDED"
         assert await method(of(b"\n\x01a"), timeout=30) == b"\n\x01a"
-    assert (served.tenants.tenant.in_flight.requests, served.tenants.tenant.in_flight.size) == (0, 0)
+        share = served.tenants.tenant.in_flight
+        # An answer counts until gRPC has sent it.
+        await wait_for_condition(lambda: (share.requests, share.size) == (0, 0))
 
 
 async def test_incomplete_request_is_counted_and_times_out() -> None:

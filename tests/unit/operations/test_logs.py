@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,8 +52,11 @@ def root() -> Iterator[None]:
 
 
 def log_to(form: logs.Format, level: str = "info", *, is_terminal: bool = False) -> Stream:
-    stream = Stream(is_terminal)
+    """Returns what this thread logs from now on; other threads of the test process may log meanwhile."""
+    stream, thread = Stream(is_terminal), threading.get_ident()
     logs.configure(level, form, stream)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(lambda record: record.thread == thread)
     return stream
 
 
