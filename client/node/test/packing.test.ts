@@ -114,14 +114,16 @@ test("calls run together unless batching is false", async () => {
   g.op("Tanh", [g.placeholder("x", "float32", [null, 4])], { name: "y" });
   for (const batching of [true, false]) {
     const program = await client.compile(g, { fetches: ["y"], batching });
-    const calls = Array.from({ length: 300 }, (_, i) => program.evaluate({ x: [[i, 1, 2, 3]] }));
-    const found = await Promise.all(calls);
-    for (const [i, { outputs }] of found.entries()) {
-      assert.ok(Math.abs((outputs["y"]!.data as Float32Array)[0]! - Math.tanh(i)) < 1e-6);
+    const expected = batching && !/all|batching/.test(process.env["GRADRULE_DISABLED_FAST_PATHS"] ?? "");
+    let found = false;
+    // On a busy machine each call may be done before the next one arrives.
+    for (let round = 0; round < (expected ? 20 : 1) && !found; round++) {
+      const answers = await Promise.all(Array.from({ length: 300 }, (_, i) => program.evaluate({ x: [[i, 1, 2, 3]] })));
+      for (const [i, { outputs }] of answers.entries()) {
+        assert.ok(Math.abs((outputs["y"]!.data as Float32Array)[0]! - Math.tanh(i)) < 1e-6);
+      }
+      found = answers.some(({ batchSize }) => batchSize > 1);
     }
-    assert.equal(
-      found.some(({ batchSize }) => batchSize > 1),
-      batching && !/all|batching/.test(process.env["GRADRULE_DISABLED_FAST_PATHS"] ?? ""),
-    );
+    assert.equal(found, expected);
   }
 });
