@@ -81,8 +81,9 @@ def run_in_loop(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     lost: list[Any] = []
 
     def keep(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # gRPC has one queue of events for all loops: a call of an earlier loop may end in this one.
-        if "PollerCompletionQueue._handle_events" not in context["message"]:
+        # gRPC has one queue of events for all loops: a call of an earlier loop, which is closed, may end in this one.
+        is_earlier = str(context.get("exception")) == "Event loop is closed"
+        if not (is_earlier and "PollerCompletionQueue._handle_events" in context["message"]):
             lost.append(context)
 
     async def watched() -> None:

@@ -196,7 +196,7 @@ def test_hanging_graph_is_ended_at_its_deadline(supervised: RunningServer, own: 
         assert told.value.reason in {"DEADLINE_EXCEEDED", *_REFUSED}
         if told.value.reason == "DEADLINE_EXCEEDED":
             wait_for_an_end(supervised, before)
-        wait_until(lambda: are_nearly_idle({*before, supervised.process.pid}) or None, "an end of the hang")
+        wait_until(lambda: are_nearly_idle({*before, supervised.process.pid}) or None, "an end of the hang", 10)
 
 
 def test_second_overrun_quarantines_the_graph(supervised: RunningServer, own: Any) -> None:
