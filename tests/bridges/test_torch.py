@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -307,18 +310,48 @@ def test_tensors_of_autocast_get_the_dtype_of_their_input(smooth: Any) -> None:
     assert w.grad.dtype == torch.float32
 
 
+# Exits without freeing the process group, which waits for its threads while it holds the GIL: they may need the GIL.
+# Each process stays until both have their gradients, because its end closes their connection.
+_PARALLEL_TRAINING = """
+import os, sys, time
+import torch
+import gradrule as gr
+import gradrule.torch
+from tests.bridges import examples
+
+target, program, folder, rank = sys.argv[1:]
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/peers", rank=int(rank), world_size=2)
+with gr.connect(target) as client:
+    module = gradrule.torch.remote_module(client.program(program), w=examples.W)
+    parallel = torch.nn.parallel.DistributedDataParallel(module)
+    parallel(torch.tensor(examples.X)[int(rank)::2])["z"].backward()
+torch.save([parameter.grad for parameter in parallel.parameters()], f"{folder}/gradients{rank}")
+while len([name for name in os.listdir(folder) if name.startswith("gradients")]) < 2:
+    time.sleep(0.01)
+os._exit(0)
+"""
+
+
 def test_modules_train_in_parallel_processes(smooth: Any, tmp_path: Path) -> None:
-    """DistributedDataParallel, with one process, averages the gradients of a module that calls the server."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/peers", rank=0, world_size=1)
+    """DistributedDataParallel averages the gradients of two processes that each have half of the rows."""
+    command = [sys.executable, "-c", _PARALLEL_TRAINING, smooth._client.target, smooth.name, tmp_path]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
     try:
-        module = torch.nn.parallel.DistributedDataParallel(gradrule.torch.remote_module(smooth, w=examples.W))
-        module(X)["z"].backward()
-        (found,) = [parameter.grad for parameter in module.parameters()]
+        for process in processes:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
     finally:
-        torch.distributed.destroy_process_group()
+        for process in processes:
+            process.kill()
+            process.wait()
     w = W.clone().requires_grad_()
-    local(X, w)[1].backward()
-    assert_equal(found, w.grad)
+    (local(X, w)[1] / 2).backward()
+    for rank in (0, 1):
+        (found,) = torch.load(tmp_path / f"gradients{rank}")
+        assert_equal(found, w.grad)
 
 
 def test_third_derivatives_say_that_there_are_none(remote: Any) -> None:
