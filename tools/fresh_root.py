@@ -120,11 +120,12 @@ def enter(spec: Mapping[str, Any]) -> int:
     child = os.fork()
     if child == 0:
         try:
-            _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             _mount("-t", "proc", "proc", f"{root}/proc")
             _change_root(root)
             os.chdir(spec["cwd"])
             _become_user(conditions.user_id, is_root)
+            # After the user, whose change ends it: the command must not outlive the process that waits for it.
+            _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             os.umask(conditions.umask)
             _refuse_calls(conditions.refuse)
             environment = _environment(spec["environment"], conditions)

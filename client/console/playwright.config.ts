@@ -9,6 +9,8 @@ export default defineConfig({
   fullyParallel: true,
   // Machines of CI are shared: an answer may take long, and only a missing one fails a test.
   timeout: 90_000,
+  globalTimeout: 15 * 60_000,
+  maxFailures: 10,
   expect: { timeout: 20_000 },
   use: {
     launchOptions: {

@@ -40,7 +40,7 @@ export default async function start(): Promise<() => Promise<void>> {
   return async () => {
     for (const child of [gateway, server]) {
       child.kill("SIGTERM");
-      if (child.exitCode === null) await once(child, "exit");
+      if (child.exitCode === null && child.signalCode === null) await once(child, "exit");
     }
     rmSync(folder, { recursive: true });
   };
