@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -199,6 +202,65 @@ def test_shapes_of_eager_calls_are_those_of_the_results(client: Any) -> None:
     np.testing.assert_allclose(inverse(value), np.linalg.inv(value))
     with pytest.raises(FeedShapeError, match="with zeros, to learn them, failed"):
         jax.jit(inverse)(value)
+
+
+# In a process of its own: JAX reads its number of threads and devices once.
+_ONE_PROCESSOR = """
+import os, sys
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import jax
+import numpy as np
+import gradrule as gr
+import gradrule.jax
+from tests.bridges import examples
+
+jax.config.update("jax_enable_x64", True)
+with gr.connect(sys.argv[1]) as client:
+    remote = gradrule.jax.remote(client.program(sys.argv[2]))
+    gradient = jax.jit(jax.grad(lambda x: remote(x=2 * x, w=examples.W)["z"]))
+    for rows in (1, 5_000, 10_000, 50_000, 500_000):
+        x = np.linspace(-1, 1, 3 * rows).reshape(rows, 3)
+        wanted = 2 * (1 - np.tanh(2 * x @ examples.W) ** 2) @ examples.W.T
+        np.testing.assert_allclose(gradient(x), wanted, rtol=1e-12, atol=1e-12)
+"""
+
+_FOUR_DEVICES = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+import gradrule as gr
+import gradrule.jax
+from tests.bridges import examples
+
+jax.config.update("jax_enable_x64", True)
+mesh = jax.make_mesh((4,), ("rows",))
+x = np.linspace(-1, 1, 24).reshape(8, 3)
+sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("rows")))
+assert len(sharded.devices()) == 4
+with gr.connect(sys.argv[1]) as client:
+    remote = gradrule.jax.remote(client.program(sys.argv[2]))
+    gradient = jax.jit(jax.grad(lambda x: remote(x=2 * x, w=examples.W)["z"]))
+    wanted = 2 * (1 - np.tanh(2 * x @ examples.W) ** 2) @ examples.W.T
+    np.testing.assert_allclose(gradient(sharded), wanted, rtol=1e-12, atol=1e-12)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [(_ONE_PROCESSOR, ""), (_FOUR_DEVICES, "--xla_force_host_platform_device_count=4")],
+    ids=["one processor", "four devices"],
+)
+def test_compiled_gradients_equal_those_of_numpy_on(smooth: Any, script: str, flags: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script, smooth._client.target, smooth.name],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_network_trains(digits_network: Any) -> None:

@@ -153,6 +153,26 @@ def _primitive(operation: _Operation) -> Primitive:
         types = result_types(values, signature, depth)
         return jax.pure_callback(lambda *given: on_host(signature, depth, types, given), types, *values)
 
+    lower_callback = mlir.lower_fun(callback, multiple_results=True)
+
+    def lower(context: mlir.LoweringRuleContext, *operands: Any, signature: Signature, depth: int) -> Any:
+        # `pure_callback` waits for copies of its arguments, which JAX makes on the threads that run callbacks: if all
+        # of them wait, it hangs (jax-ml/jax#24255). Only it knows how to call once for arrays on several devices.
+        axes = context.module_context.axis_context
+        if not isinstance(axes, mlir.ShardingContext) or axes.num_devices > 1:
+            return lower_callback(context, *operands, signature=signature, depth=depth)
+        types = result_types(context.avals_in, signature, depth)
+        results, *_ = mlir.emit_python_callback(
+            context,
+            lambda *given: on_host(signature, depth, types, given),
+            None,
+            list(operands),
+            context.avals_in,
+            context.avals_out,
+            has_side_effect=False,
+        )
+        return results
+
     def batched(values: Sequence[Any], dims: Sequence[Any], signature: Signature, depth: int) -> tuple[Any, Any]:
         size = next(value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None)
         moved = [
@@ -169,7 +189,7 @@ def _primitive(operation: _Operation) -> Primitive:
     primitive.def_impl(implementation)
     primitive.def_abstract_eval(abstract)
     batching.primitive_batchers[primitive] = batched
-    mlir.register_lowering(primitive, mlir.lower_fun(callback, multiple_results=True))
+    mlir.register_lowering(primitive, lower)
     return primitive
 
 
