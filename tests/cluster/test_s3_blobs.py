@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.registry.data_folder import StoreError
@@ -31,6 +32,7 @@ from tests.unit.registry.test_blobs import (  # noqa: F401
     test_unfinished_upload_leaves_nothing,
     test_uploaded_blob_is_present,
 )
+from tests.unit.registry.test_object_store import claims_at_once
 
 
 @pytest.fixture
@@ -143,3 +145,47 @@ def test_requests_are_repeated_after_errors_of_the_service(s3: S3Server, bucket:
     s3.proxy.answers = iter([b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n"] * 2)
     assert list(objects.iterate()) == []
     assert next(s3.proxy.answers, None) is None
+
+
+@pytest.mark.parametrize("length", [0, 7, 20 << 20])
+def test_upload_that_a_proxy_accepts_without_storing_it_is_refused(
+    tmp_path: Path, s3: S3Server, bucket: str, s3_environment: None, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    (tmp_path / "file").write_bytes(b"x" * length)
+    objects = open_object_store(f"s3://{bucket}")
+    call = _FileSystem._call_s3
+
+    async def answered(self: _FileSystem, method: str, *arguments: Any, **options: Any) -> Any:
+        # The answer to the request that makes the object visible.
+        if method in ("put_object", "complete_multipart_upload"):
+            return {"ResponseMetadata": {"HTTPStatusCode": 200}}
+        return await call(self, method, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_FileSystem, "_call_s3", answered)
+        with pytest.raises(ObjectStoreError, match=f"accepted an upload of {length} bytes, but has not stored it"):
+            objects.put("default/x", tmp_path / "file")
+    # A proxy that answers all requests with a page of its own.
+    with s3.proxy.answering("200 OK", b""), pytest.raises(ObjectStoreError):
+        objects.put("default/x", tmp_path / "file")
+    objects.put("default/x", tmp_path / "file")
+    assert list(objects.iterate()) == [("default/x", length)]
+
+
+def test_of_registries_that_claim_a_bucket_at_once_one_succeeds(bucket: str, s3_environment: None) -> None:
+    assert claims_at_once(lambda: open_object_store(f"s3://{bucket}/x")) == ["ada"]
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_of_registries_that_claim_a_bucket_without_conditional_writes_at_once_one_succeeds(
+    bucket: str, s3_environment: None, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    call = _FileSystem._call_s3
+
+    async def unconditional(self: _FileSystem, method: str, *arguments: Any, **options: Any) -> Any:
+        if options.pop("IfNoneMatch", None) and is_refused:
+            raise ClientError({"Error": {"Code": "NotImplemented"}}, "PutObject")
+        return await call(self, method, *arguments, **options)
+
+    monkeypatch.setattr(_FileSystem, "_call_s3", unconditional)
+    assert claims_at_once(lambda: open_object_store(f"s3://{bucket}/x")) == ["grace"]

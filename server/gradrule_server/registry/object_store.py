@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +25,9 @@ MARKER = "gradrule.registry"
 
 _PARTIAL = ".upload-"
 _PIECE_BYTES = 8 << 20
+# Where objects cannot be created on condition, registries that claim a store within this time of each other are
+# told apart.
+_CLAIM_S = 1.0
 _USER_INFO = re.compile(r"//[^/@\s]*@")
 
 
@@ -54,6 +57,12 @@ class ObjectStore(Protocol):
     def put(self, key: str, path: Path) -> None:
         """Stores a file's content as an object, which is durable when the method returns."""
 
+    def create(self, key: str, content: bytes) -> bool:
+        """Stores an object unless there is one with this key; returns False if there is one.
+
+        An object store without conditional writes replaces the object and returns True.
+        """
+
     def read(self, key: str, offset: int, count: int) -> bytes:
         """Returns up to `count` bytes of an object, at least one; empty at its end. Raises `ObjectNotFoundError`."""
 
@@ -81,11 +90,7 @@ class FolderObjects:
     def put(self, key: str, path: Path) -> None:
         target = self._folder / key
         partial = target.with_name(_PARTIAL + target.name)
-        if key == MARKER:
-            # Servers that start at the same time may all write it.
-            partial = partial.with_name(f"{partial.name}-{uuid.uuid4().hex}")
-        else:
-            self._check_marker()
+        self._check_marker()
         try:
             if not target.parent.exists():
                 # Do not create parents: without the mounted file system the objects would be on the wrong disk.
@@ -104,6 +109,28 @@ class FolderObjects:
             sync_to_disk(target.parent)
         except FileNotFoundError as cause:
             raise ObjectStoreError(f"{self.url} cannot be written: {cause.strerror}") from cause
+
+    def create(self, key: str, content: bytes) -> bool:
+        target = self._folder / key
+        # Servers that start at the same time may all write it.
+        partial = target.with_name(f"{_PARTIAL}{target.name}-{uuid.uuid4().hex}")
+        try:
+            with partial.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                # In contrast to a renamed file, a link replaces nothing.
+                target.hardlink_to(partial)
+            except FileExistsError:
+                return False
+            except OSError:
+                # Some file systems have no hard links.
+                partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        sync_to_disk(target.parent)
+        return True
 
     def read(self, key: str, offset: int, count: int) -> bytes:
         try:
@@ -203,16 +230,13 @@ def claim(objects: ObjectStore, registry_id: str) -> bool:
         StoreError: The object store belongs to another registry, or cannot be used.
     """
     try:
-        is_new = _owner(objects) is None
-        if is_new:
-            with tempfile.NamedTemporaryFile() as file:
-                file.write(json.dumps({"registry": registry_id}).encode() + b"\n")
-                file.flush()
-                objects.put(MARKER, Path(file.name))
+        is_new = _owner(objects) is None and _create_marker(objects, registry_id)
         # Read it back: another registry may have claimed it at the same time, and reading may be refused.
         owner = _owner(objects)
     except (ObjectStoreError, OSError) as cause:
         raise StoreError(f"--blobs cannot be used: {cause}") from cause
+    if owner is None:
+        raise StoreError(f"--blobs cannot be used: {objects.url} has no object {MARKER} although it was stored")
     if owner != registry_id:
         raise StoreError(
             f"{objects.url} holds the blobs of another registry ({owner or 'unknown'}, this one is {registry_id}); "
@@ -220,6 +244,18 @@ def claim(objects: ObjectStore, registry_id: str) -> bool:
             f"delete its object {MARKER}"
         )
     return is_new
+
+
+def _create_marker(objects: ObjectStore, registry_id: str) -> bool:
+    """Stores the marker of a registry; returns False if another server has stored one first."""
+    content = json.dumps({"registry": registry_id}).encode() + b"\n"
+    if not objects.create(MARKER, content):
+        return False
+    # Only an object store without conditional writes creates it twice. There the last of several registries owns it,
+    # and the others notice that when they read the marker after this wait.
+    if objects.create(MARKER, content):
+        time.sleep(_CLAIM_S)
+    return True
 
 
 def check_owner(objects: ObjectStore, registry_id: str) -> None:

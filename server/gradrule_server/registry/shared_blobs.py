@@ -428,12 +428,11 @@ class SharedBlobStore(BlobStore):
         objects = self._shared.objects
 
         def find_missing(keys: Sequence[str]) -> Sequence[str]:
-            missing = []
-            for key in keys:
-                try:
-                    objects.read(key, 0, 1)
-                except ObjectNotFoundError:
-                    missing.append(key)
+            if not keys:
+                return ()
+            # Before thousands of requests, and again in case that something else has answered them.
+            check_owner(objects, self._shared.registry_id)
+            missing = _missing_objects(objects, keys)
             if missing:
                 check_owner(objects, self._shared.registry_id)
             return missing
@@ -493,6 +492,42 @@ class SharedBlobStore(BlobStore):
         path.unlink()
         self._forget(name, file)
         _log.warning("the file %s of the cache is damaged; the blob is fetched again", path)
+
+
+def _missing_objects(objects: ObjectStore, keys: Sequence[str]) -> list[str]:
+    """Returns which objects are missing, by reading a byte of each. Raises `ObjectStoreError`.
+
+    HEAD requests would not do: their answers have no body that tells an S3 service from a proxy.
+    """
+    missing: list[str] = []
+    failures: list[Exception] = []
+    left = iter(keys)
+    lock = threading.Lock()
+
+    def read_all() -> None:
+        while not failures:
+            with lock:
+                key = next(left, None)
+            if key is None:
+                return
+            try:
+                objects.read(key, 0, 1)
+            except ObjectNotFoundError:
+                missing.append(key)
+            except Exception as cause:
+                failures.append(cause)
+
+    # Daemon threads, because a server that ends does not wait for the object store.
+    readers = [
+        threading.Thread(target=read_all, name="blob-check", daemon=True) for _ in range(min(MAX_TRANSFERS, len(keys)))
+    ]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    if failures:
+        raise failures[0]
+    return missing
 
 
 def open_shared_blobs(

@@ -729,6 +729,78 @@ async def test_index_older_than_the_objects_is_corrected(servers: Servers, caplo
     ]
 
 
+def test_missing_objects_are_looked_up_at_the_same_time(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    ada = servers.open("ada")
+    names = [put(ada, bytes([number])) for number in range(40)]
+    for file in servers.objects[:32]:
+        file.unlink()
+    grace = servers.open("grace")
+    running, most, keys, lock = 0, 0, list[str](), threading.Lock()
+
+    def counted(self: FolderObjects, key: str, offset: int, count: int) -> bytes:
+        nonlocal running, most
+        with lock:
+            keys.append(key)
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        try:
+            return read(self, key, offset, count)
+        finally:
+            with lock:
+                running -= 1
+
+    read = patched(monkeypatch, "read", counted)
+    grace.maintain()
+    assert len(grace.missing(names)) == 32
+    assert 1 < most <= 8
+    # Nothing is looked up twice but the marker, nor anything that was listed.
+    assert sorted(set(keys)) == sorted(
+        [*servers.query("SELECT object FROM stored_blobs WHERE state = 'deleted'"), MARKER]
+    )
+    assert len(keys) == 32 + 2
+
+
+def test_missing_objects_are_not_looked_up_without_the_marker(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada = servers.open("ada")
+    names = [put(ada, bytes([number])) for number in range(3)]
+    grace = servers.open("grace")
+    (servers.path / "objects").rename(servers.path / "lost")
+    (servers.path / "objects").mkdir()
+    keys: list[str] = []
+
+    def counted(self: FolderObjects, key: str, offset: int, count: int) -> bytes:
+        keys.append(key)
+        return read(self, key, offset, count)
+
+    read = patched(monkeypatch, "read", counted)
+    grace.maintain()
+    assert keys == [MARKER]
+    assert grace.missing(names) == []
+
+
+def test_first_failure_ends_the_search_for_missing_objects(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    ada = servers.open("ada")
+    names = [put(ada, bytes([number])) for number in range(40)]
+    for file in servers.objects:
+        file.unlink()
+    grace = servers.open("grace")
+    keys: list[str] = []
+
+    def away(self: FolderObjects, key: str, offset: int, count: int) -> bytes:
+        if key == MARKER:
+            return read(self, key, offset, count)
+        keys.append(key)
+        raise ObjectStoreError("away")
+
+    read = patched(monkeypatch, "read", away)
+    grace.maintain()
+    assert 1 <= len(keys) <= 8
+    assert grace.missing(names) == []
+
+
 def test_object_that_is_deleted_while_objects_are_listed_is_not_entered_again(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
