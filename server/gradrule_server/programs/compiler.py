@@ -117,7 +117,7 @@ class Compiler:
             recovery: Runs the load again if its engine ends.
         """
         _, program = await self._compile(
-            self._preparer.graph_bytes(spec),
+            await self._preparer.graph_bytes(spec),
             recovery,
             lambda: self._preparer.program(spec, call, rules, recovery.ends_at),
         )
@@ -132,7 +132,8 @@ class Compiler:
         call = CallShape()
         with timing_compilation():
             async with self._prepared(
-                self._preparer.graph_bytes(spec), lambda: self._preparer.program(spec, call, rules, recovery.ends_at)
+                await self._preparer.graph_bytes(spec),
+                lambda: self._preparer.program(spec, call, rules, recovery.ends_at),
             ) as answer:
                 program = await self._load(answer, recovery, describes=True)
                 assert program is not None
@@ -168,7 +169,7 @@ class Compiler:
     ) -> RunnableProgram | None:
         """Compiles as `compile` does; returns None where `is_known` of the spec's digest is True."""
         _, program = await self._compile(
-            self._preparer.graph_bytes(spec),
+            await self._preparer.graph_bytes(spec),
             recovery,
             lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_known=is_known),
         )
@@ -179,7 +180,7 @@ class Compiler:
     ) -> tuple[RunnableProgram, StoredParts]:
         """Compiles as `compile` does; returns also what the registry stores."""
         prepared, program = await self._compile(
-            self._preparer.graph_bytes(spec),
+            await self._preparer.graph_bytes(spec),
             recovery,
             lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_kept=True),
         )

@@ -156,12 +156,18 @@ class Preparer:
         read = functools.partial(_read_program, questions)
         return await self._run_task(request, _digest_of_graph(spec), questions, ends_at, read)
 
-    def graph_bytes(self, spec: bytes) -> int:
+    async def graph_bytes(self, spec: bytes) -> int:
         """Returns the size of a spec's graph in bytes; 0 if the spec is damaged or the blob is missing."""
         try:
             graph = link_pb2.RawProgramSpec.FromString(spec).graph
             blob = link_pb2.RawGraphSource.FromString(graph).blob_sha256
-            return self._blobs.size(blob) if blob else len(graph)
+            if not blob:
+                return len(graph)
+            with contextlib.suppress(GradruleError):
+                return self._blobs.size(blob)
+            # It may be in the object store, but not yet in the cache of this server.
+            [size] = await asyncio.to_thread(self._blobs.sizes, [blob])
+            return max(0, size)
         except (DecodeError, GradruleError):
             # The worker reports what is wrong.
             return 0

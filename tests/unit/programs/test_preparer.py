@@ -24,7 +24,9 @@ from gradrule_server.recovery.endings import EndReason, EngineEnd
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
+from tests.stores import folder_url, open_blobs
 from tests.unit.link.fake_engine import CRASH, KILLED, FakeEngine, FakePool
+from tests.unit.registry.test_blobs import put
 
 _SPEC = program_pb2.ProgramSpec(fetches=["y"]).SerializeToString()
 _MEMORY = EngineEnd(EndReason.MEMORY, "SIGKILL")
@@ -61,6 +63,21 @@ def preparer(folder: Path, workers: Workers) -> Preparer:
     pool: Any = FakePool()
     pool.workers = workers
     return Preparer(pool, CrashHistory(60.0), Limits(), BlobStore(folder, 0), "ada")
+
+
+async def test_size_of_a_graph_is_known_that_another_server_has_stored(tmp_path: Path) -> None:
+    store, url = Store(tmp_path / "registry"), folder_url(tmp_path)
+    graph = bytes(1000)
+    name = put(open_blobs(store, tmp_path / "one", url), graph)
+    blobs = open_blobs(store, tmp_path / "two", url)
+    pool: Any = FakePool()
+    pool.workers = Workers()
+    asked = Preparer(pool, CrashHistory(60.0), Limits(), blobs, "ada")
+    for sha256, size in ((name, 1000), ("0" * 64, 0), ("no name", 0)):
+        spec = program_pb2.ProgramSpec(graph={"blob_sha256": sha256}).SerializeToString()
+        assert await asked.graph_bytes(spec) == size
+    assert not list((tmp_path / "two").rglob(name))
+    store.close()
 
 
 async def refused(asked: Preparer) -> str:
