@@ -208,7 +208,7 @@ def test_blob_that_nobody_has_is_refused_after_one_retry(client: gr.Client, monk
     blob = gr.Blob(np.random.default_rng(3).normal(size=(4, 3)).astype(np.float32))
     with client.session(linear()) as s:
         sent: list[list[str]] = []
-        monkeypatch.setattr(s, "_send_blobs", lambda blobs, timeout: sent.append(list(blobs)))
+        monkeypatch.setattr(client, "_send_blobs", lambda blobs, timeout, ends_at: sent.append(list(blobs)) or 0.0)
         with refused("BLOB_NOT_FOUND"):
             s.evaluate({"x": blob}, fetches=["y"])
         assert sent == [[blob.sha256]] * 2
@@ -260,6 +260,75 @@ def test_async_session_reports_a_lost_server(tmp_path: Path) -> None:
                         await s.read()
 
     run_in_loop(body)
+
+
+@contextlib.contextmanager
+def silent_target() -> Iterator[str]:
+    """Gives an address where connections are accepted and nothing is read or written."""
+    with socket.create_server(("localhost", 0)) as listening:
+        yield f"localhost:{listening.getsockname()[1]}"
+
+
+def test_calls_end_within_their_timeouts_although_the_server_stands_still(own_server: RunningServer) -> None:
+    big = {"x": np.zeros(6_000_000, np.float32)}
+    with (
+        contextlib.ExitStack() as open_sessions,
+        gr.connect(own_server.target) as client,
+        gr.connect(own_server.target, stream=False, shared_memory=False) as other,
+        futures.ThreadPoolExecutor(16) as pool,
+    ):
+        program = client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
+        without_stream = other.program(program.name)
+        handle = program.forward({"x": [3.0]})
+        for _ in range(4):
+            program.evaluate({"x": [3.0]})
+        program.evaluate(big)
+        sessions = [open_sessions.enter_context(client.session(linear())) for _ in range(3)]
+
+        def seconds_of(call: Callable[[], object]) -> float:
+            started = time.monotonic()
+            with pytest.raises(gr.errors.GradruleError):
+                call()
+            return time.monotonic() - started
+
+        calls: list[Callable[[], object]] = [
+            lambda: program.evaluate({"x": [3.0]}, timeout=1),
+            lambda: program.evaluate(big, timeout=1),
+            lambda: program.evaluate({"x": gr.Blob([4.0])}, timeout=1),
+            lambda: list(program.map([{"x": [3.0]}] * 3, timeout=1)),
+            lambda: list(without_stream.map([{"x": [3.0]}] * 3, timeout=1)),
+            lambda: without_stream.evaluate({"x": [3.0]}, timeout=1),
+            lambda: handle.vjp(timeout=1),
+            lambda: client.compile(linear(), ys=["y"], xs=["x"], timeout=1),
+            lambda: client.upload(np.ones(1000), timeout=1),
+            lambda: client.wait_ready(1),
+            lambda: client.server_status(timeout=1),
+            lambda: sessions[0].evaluate({"x": X}, fetches=["loss"], timeout=1),
+            lambda: sessions[1].assign({"w": gr.Blob(2 * W)}, timeout=1),
+            lambda: sessions[2].read(timeout=1),
+        ]
+        with stopped(own_server.process.pid):
+            taken_s = list(pool.map(seconds_of, calls))
+        # Streams wait 2 s longer, and look at the clock each second.
+        assert [seconds for seconds in taken_s if seconds > 5] == []
+
+
+def test_sessions_start_within_their_timeouts_although_nothing_answers() -> None:
+    async def start(target: str) -> None:
+        async with gr.aio.connect(target, timeout=1, compile_timeout=0) as client, client.session(linear()):
+            pass
+
+    with silent_target() as target:
+        for start_session in (lambda: asyncio.run(start(target)), lambda: start_sync(target)):
+            started = time.monotonic()
+            with refused("DEADLINE_EXCEEDED"):
+                start_session()
+            assert time.monotonic() - started < 5
+
+
+def start_sync(target: str) -> None:
+    with gr.connect(target, timeout=1, compile_timeout=0) as client, client.session(linear()):
+        pass
 
 
 @contextlib.contextmanager

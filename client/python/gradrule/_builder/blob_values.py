@@ -80,9 +80,10 @@ class Upload:
             yield blob_pb2.UploadBlobRequest(sha256=name, data=piece).SerializeToString()
             advance(len(piece))
 
-    def deadline(self, timeout: float) -> float:
-        """Returns the timeout of the upload in seconds, from the timeout of the call."""
-        return timeout + len(self.data) * _SECONDS_PER_BYTE
+    @property
+    def additional_s(self) -> float:
+        """Seconds that the upload adds to the timeout of its call."""
+        return len(self.data) * _SECONDS_PER_BYTE
 
 
 def digest(data: Data) -> str:

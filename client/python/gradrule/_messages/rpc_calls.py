@@ -254,8 +254,12 @@ def call_steps(call: Call[R]) -> Generator[Call[Any] | blob_values.Upload, Any, 
     return last
 
 
-def upload_steps(blobs: Mapping[str, blob_values.Data]) -> Generator[Call[Any] | blob_values.Upload, Any, None]:
-    """Yields the steps that upload those blobs that the server lacks."""
+def upload_steps(blobs: Mapping[str, blob_values.Data]) -> Generator[Call[Any] | blob_values.Upload, Any, float]:
+    """Yields the steps that upload those blobs that the server lacks; returns the sum of their `additional_s`."""
     missing = yield find_missing(blobs)
+    added_s = 0.0
     for name in missing:
-        yield blob_values.Upload(name, blobs[name])
+        upload = blob_values.Upload(name, blobs[name])
+        added_s += upload.additional_s
+        yield upload
+    return added_s

@@ -70,18 +70,20 @@ class AsyncSessionStream:
         self._target = target
         self._call: Any = channel.stream_stream(METHOD)(metadata=metadata)
 
-    async def exchange(self, message: bytes) -> bytes:
+    async def exchange(self, message: bytes, seconds: float) -> bytes:
         """Sends a message and returns the answer.
 
         Raises:
             StreamLostError: The stream has ended.
+            TimeoutError: There was no answer within `seconds`; the stream has ended.
             UnavailableError: The client was closed.
         """
         try:
-            # If the stream accepts no more messages, reading raises the reason.
-            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError):
-                await self._call.write(message)
-            answer: Any = await self._call.read()
+            async with asyncio.timeout(seconds):
+                # If the stream accepts no more messages, reading raises the reason.
+                with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError):
+                    await self._call.write(message)
+                answer: Any = await self._call.read()
         except grpc.RpcError as failure:
             raise StreamLostError(error_of(failure, self._target)) from None
         except asyncio.CancelledError:

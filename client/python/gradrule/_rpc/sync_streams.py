@@ -36,7 +36,7 @@ _CHECK_S = 1.0
 class Pending:
     """Holds a request of a stream that has no answer yet."""
 
-    __slots__ = ("answer", "due", "failure", "is_done", "is_woken", "number", "pieces", "wake")
+    __slots__ = ("answer", "due", "ended_at", "failure", "is_done", "is_woken", "number", "pieces", "wake")
 
     def __init__(self, number: int, due: float) -> None:
         self.number = number
@@ -45,6 +45,8 @@ class Pending:
         self.answer: tuple[str, bytes] | None = None
         """Kind and bytes of the answer."""
         self.failure: Exception | None = None
+        self.ended_at: float | None = None
+        """Time of the answer or the failure, on the same clock."""
         self.pieces: list[bytes] = []
         self.is_done = False
         self.wake: threading.Lock | None = None
@@ -151,6 +153,10 @@ class Started:
             self.cancel()
             raise
         return decoded(self._call, kind, data)
+
+    def ended_at(self) -> float | None:
+        """Returns the time of the answer or the failure, on the clock of `time.monotonic`; None before it."""
+        return self._pending.ended_at
 
     def cancel(self) -> None:
         """Cancels the call, unless it is answered."""
@@ -304,6 +310,7 @@ class Connection:
 
     def _complete(self, pending: Pending, answer: tuple[str, bytes] | None, failure: Exception | None) -> None:
         """Sets the outcome of a request. The caller holds the lock."""
+        pending.ended_at = time.monotonic()
         pending.answer, pending.failure, pending.is_done = answer, failure, True
         _wake(pending)
 

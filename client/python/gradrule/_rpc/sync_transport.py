@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -34,6 +36,9 @@ R = TypeVar("R")
 CHANNEL_CLOSED = ValueError
 """Exception of gRPC for the use of a closed channel."""
 
+# Interval of the checks whether the answer of a session is due.
+_CHECK_S = 0.5
+
 sleep = time.sleep
 Lock = threading.Lock
 ManyFeeds: TypeAlias = "Iterable[Feeds]"
@@ -56,37 +61,75 @@ class SessionStream:
 
     def __init__(self, channel: grpc.Channel, metadata: Any, target: str) -> None:
         self._target = target
+        self._due = math.inf
+        self._has_ended = threading.Event()
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         opened: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
         self._call: Any = opened(iter(self._messages.get, None), metadata=metadata)
+        # The thread must not keep a stream that nothing else refers to.
+        monitor = threading.Thread(target=_end_late_stream, args=(weakref.ref(self), self._has_ended), daemon=True)
+        monitor.start()
 
-    def exchange(self, message: bytes) -> bytes:
+    def exchange(self, message: bytes, seconds: float) -> bytes:
         """Sends a message and returns the answer.
 
         Raises:
             StreamLostError: The stream has ended.
+            TimeoutError: There was no answer within `seconds`, and up to half a second more; the stream has ended.
         """
+        self._due = due = time.monotonic() + seconds
         self._messages.put(message)
         try:
             return bytes(next(self._call))
         except grpc.RpcError as failure:
+            if self._has_ended.is_set() and time.monotonic() > due:
+                raise TimeoutError from None
             raise StreamLostError(error_of(failure, self._target)) from None
         except StopIteration:
             raise StreamLostError(UnavailableError("the server has ended the session")) from None
+        finally:
+            self._due = math.inf
+
+    def end_if_late(self) -> None:
+        """Ends the stream if an answer is due."""
+        if time.monotonic() > self._due:
+            self.close()
 
     def close(self) -> None:
         """Ends the stream."""
+        self._has_ended.set()
         self._messages.put(None)
         self._call.cancel()
 
 
+def _end_late_stream(reference: weakref.ref[SessionStream], has_ended: threading.Event) -> None:
+    """Ends a stream of a session if an answer is due: the thread that reads the answer is blocked in gRPC."""
+    while not has_ended.wait(_CHECK_S):
+        stream = reference()
+        if stream is None:
+            return
+        stream.end_if_late()
+        del stream
+
+
 class _Started(NamedTuple, Generic[R]):
-    """Holds a call that was sent, and functions that wait for its result and cancel it."""
+    """Holds a call that was sent, and functions that wait for its result and cancel it.
+
+    Attributes:
+        call: The call.
+        result: Waits for the result.
+        cancel: Cancels the call.
+        over_stream: Whether it was sent over the stream.
+        due: When its timeout ends, on the clock of `time.monotonic`.
+        ended_at: Returns when it ended; None if that is not known.
+    """
 
     call: Call[R]
     result: Callable[[], R]
     cancel: Callable[[], object]
     over_stream: bool
+    due: float
+    ended_at: Callable[[], float | None]
 
 
 class Pipeline(Generic[R]):
@@ -131,7 +174,10 @@ class Pipeline(Generic[R]):
                 else isinstance(refusal, MessageTooLargeError)
             ):
                 raise
-        return self._client._run(started.call, self._timeout)
+        # The caller may ask for the result long after the call failed; that time does not count.
+        now = time.monotonic()
+        ended_at = started.ended_at() or now
+        return self._client._run(started.call, self._timeout, ends_at=now + started.due - ended_at)
 
     def cancel(self) -> None:
         """Cancels the calls without a result."""
@@ -141,17 +187,20 @@ class Pipeline(Generic[R]):
 
 def _start(sender: CallSender, call: Call[R], seconds: float) -> _Started[R]:
     parts, size = message_parts(call.request, call.large)
+    due = time.monotonic() + seconds
     if sender._routes.must_chunk(size) or sender._may_stream(size):
         try:
             over_stream = sender._stream.start(call, parts, size, seconds)
         except StreamLostError:
             sender._routes.record_lost_stream()
         else:
-            return _Started(call, over_stream.result, over_stream.cancel, True)
+            return _Started(call, over_stream.result, over_stream.cancel, True, due, over_stream.ended_at)
     try:
         future = sender._method(call.method).future(b"".join(parts), timeout=seconds, metadata=sender._metadata)
     except CHANNEL_CLOSED as cause:
         raise closed_error(sender.target) from cause
+    ended: list[float] = []
+    future.add_done_callback(lambda _: ended.append(time.monotonic()))
 
     def result() -> R:
         try:
@@ -161,4 +210,4 @@ def _start(sender: CallSender, call: Call[R], seconds: float) -> _Started[R]:
         except grpc.FutureCancelledError as failure:
             raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
 
-    return _Started(call, result, future.cancel, False)
+    return _Started(call, result, future.cancel, False, due, lambda: ended[0] if ended else None)

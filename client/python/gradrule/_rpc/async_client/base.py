@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
@@ -94,7 +95,7 @@ class AsyncClientBase:
             QuotaExceededError: The tenant's blobs take too many bytes.
         """
         upload = rpc_calls.make_upload(value)
-        await self._follow(rpc_calls.upload_steps({upload.sha256: upload.data}), timeout, progress)
+        await self._send_blobs({upload.sha256: upload.data}, timeout, progress)
         return upload.sha256
 
     async def server_status(self, *, timeout: float | None = None) -> ServerStatus:
@@ -179,24 +180,51 @@ class AsyncClientBase:
         """
         return await self._run(rpc_calls.unary(method, request, response, decode), timeout)
 
-    async def _run(self, call: rpc_calls.Call[R], timeout: float | None, progress: Progress = None) -> R:
-        """Sends a call, and the blobs that the server lacks for it. Raises the error of a failed call."""
+    async def _run(
+        self,
+        call: rpc_calls.Call[R],
+        timeout: float | None,
+        progress: Progress = None,
+        *,
+        ends_at: float = math.inf,
+    ) -> R:
+        """Sends a call, and the blobs that the server lacks for it. Raises the error of a failed call.
+
+        Args:
+            call: The call.
+            timeout: Seconds; None: the client's. Uploads add to it, see `Upload.additional_s`.
+            progress: As in `upload`.
+            ends_at: The time at which the call ends even if its timeout is later, on the clock of `time.monotonic`.
+        """
+        seconds = min(self._limit(call, timeout), call_routes.remaining_s(ends_at))
         if call.blobs:
-            return await self._follow(rpc_calls.call_steps(call), timeout, progress)
-        return await self._sender.send(call, self._limit(call, timeout))
+            ends_at = time.monotonic() + seconds
+            return await self._follow(rpc_calls.call_steps(call), timeout, progress, ends_at=ends_at)
+        return await self._sender.send(call, seconds)
 
     async def _follow(
         self,
         steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R],
         timeout: float | None,
         progress: Progress = None,
+        *,
+        ends_at: float = math.inf,
     ) -> R:
-        """Runs the steps that a generator yields, sends it their outcomes, and returns its result."""
+        """Runs the steps that a generator yields, sends it their outcomes, and returns its result.
+
+        Args:
+            steps: The generator.
+            timeout: Seconds for each step; None: the client's.
+            progress: As in `upload`.
+            ends_at: The time at which the steps end, on the clock of `time.monotonic`. Uploads add to it.
+        """
         try:
             step = next(steps)
             while True:
+                if isinstance(step, blob_values.Upload):
+                    ends_at += step.additional_s
                 try:
-                    outcome = await self._step(step, timeout, progress)
+                    outcome = await self._step(step, timeout, ends_at, progress)
                 except GradruleError as refusal:
                     step = steps.throw(refusal)
                 else:
@@ -206,11 +234,16 @@ class AsyncClientBase:
             return found
 
     async def _step(
-        self, step: rpc_calls.Call[Any] | blob_values.Upload, timeout: float | None, progress: Progress
+        self,
+        step: rpc_calls.Call[Any] | blob_values.Upload,
+        timeout: float | None,
+        ends_at: float,
+        progress: Progress,
     ) -> Any:
         if not isinstance(step, blob_values.Upload):
-            return await self._run(step, timeout)
-        deadline = step.deadline(call_routes.call_timeout(timeout, self._timeout))
+            return await self._run(step, timeout, ends_at=ends_at)
+        seconds = call_routes.call_timeout(timeout, self._timeout) + step.additional_s
+        deadline = min(seconds, call_routes.remaining_s(ends_at))
         try:
             send: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(
                 blob_values.UPLOAD_METHOD
@@ -222,8 +255,24 @@ class AsyncClientBase:
         except CHANNEL_CLOSED as cause:
             raise closed_error(self.target) from cause
 
-    async def _send_blobs(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
-        await self._follow(rpc_calls.upload_steps(blobs), timeout)
+    async def _send_blobs(
+        self,
+        blobs: Mapping[str, blob_values.Data],
+        timeout: float | None,
+        progress: Progress = None,
+        *,
+        ends_at: float = math.inf,
+    ) -> float:
+        """Sends those blobs that the server lacks; returns the seconds that this adds to the timeout of their call.
+
+        Args:
+            blobs: By SHA-256.
+            timeout: As in `_run`.
+            progress: As in `upload`.
+            ends_at: As in `_run`.
+        """
+        ends_at = min(ends_at, time.monotonic() + call_routes.call_timeout(timeout, self._timeout))
+        return await self._follow(rpc_calls.upload_steps(blobs), timeout, progress, ends_at=ends_at)
 
     def _limit(self, call: rpc_calls.Call[Any], timeout: float | None) -> float:
         process_forks.require_grpc()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -18,7 +20,9 @@ R = TypeVar("R")
 class AsyncCallRunner(Protocol):
     """Sends calls: a client, or a session."""
 
-    async def _run(self, call: Call[R], timeout: float | None) -> R: ...
+    async def _run(self, call: Call[R], timeout: float | None, *, ends_at: float = math.inf) -> R: ...
+
+    def _limit(self, call: Call[Any], timeout: float | None) -> float: ...
 
 
 class AsyncForwardHandle(ForwardBase):
@@ -66,6 +70,7 @@ class AsyncForwardHandle(ForwardBase):
             GradruleError: As in `AsyncProgram.evaluate`.
         """
         seconds = self._timeout if timeout is None else timeout
+        started_at = time.monotonic()
         request = self._pull_back(grad_ys, stacked=stacked_grad_ys, close=close)
         lost: GradruleError | None = None
         if self._handle:
@@ -74,8 +79,11 @@ class AsyncForwardHandle(ForwardBase):
             except LOST as cause:
                 lost = cause
         self._forget_lost_run(lost)
-        await self._run_forward(seconds)
-        return await self._runner._run(self._pulled_back(request), seconds)
+        forward = self._forward()
+        # Only the forward pass may have to be compiled, so its limit is the longest.
+        ends_at = started_at + self._runner._limit(forward, seconds)
+        await self._runner._run(forward, seconds, ends_at=ends_at)
+        return await self._runner._run(self._pulled_back(request), seconds, ends_at=ends_at)
 
     async def close(self) -> None:
         """Releases the run on the server. A later `vjp` repeats the forward pass, if it can be repeated."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
@@ -94,7 +95,7 @@ class ClientBase:
             QuotaExceededError: The tenant's blobs take too many bytes.
         """
         upload = rpc_calls.make_upload(value)
-        self._follow(rpc_calls.upload_steps({upload.sha256: upload.data}), timeout, progress)
+        self._send_blobs({upload.sha256: upload.data}, timeout, progress)
         return upload.sha256
 
     def server_status(self, *, timeout: float | None = None) -> ServerStatus:
@@ -179,24 +180,51 @@ class ClientBase:
         """
         return self._run(rpc_calls.unary(method, request, response, decode), timeout)
 
-    def _run(self, call: rpc_calls.Call[R], timeout: float | None, progress: Progress = None) -> R:
-        """Sends a call, and the blobs that the server lacks for it. Raises the error of a failed call."""
+    def _run(
+        self,
+        call: rpc_calls.Call[R],
+        timeout: float | None,
+        progress: Progress = None,
+        *,
+        ends_at: float = math.inf,
+    ) -> R:
+        """Sends a call, and the blobs that the server lacks for it. Raises the error of a failed call.
+
+        Args:
+            call: The call.
+            timeout: Seconds; None: the client's. Uploads add to it, see `Upload.additional_s`.
+            progress: As in `upload`.
+            ends_at: The time at which the call ends even if its timeout is later, on the clock of `time.monotonic`.
+        """
+        seconds = min(self._limit(call, timeout), call_routes.remaining_s(ends_at))
         if call.blobs:
-            return self._follow(rpc_calls.call_steps(call), timeout, progress)
-        return self._sender.send(call, self._limit(call, timeout))
+            ends_at = time.monotonic() + seconds
+            return self._follow(rpc_calls.call_steps(call), timeout, progress, ends_at=ends_at)
+        return self._sender.send(call, seconds)
 
     def _follow(
         self,
         steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R],
         timeout: float | None,
         progress: Progress = None,
+        *,
+        ends_at: float = math.inf,
     ) -> R:
-        """Runs the steps that a generator yields, sends it their outcomes, and returns its result."""
+        """Runs the steps that a generator yields, sends it their outcomes, and returns its result.
+
+        Args:
+            steps: The generator.
+            timeout: Seconds for each step; None: the client's.
+            progress: As in `upload`.
+            ends_at: The time at which the steps end, on the clock of `time.monotonic`. Uploads add to it.
+        """
         try:
             step = next(steps)
             while True:
+                if isinstance(step, blob_values.Upload):
+                    ends_at += step.additional_s
                 try:
-                    outcome = self._step(step, timeout, progress)
+                    outcome = self._step(step, timeout, ends_at, progress)
                 except GradruleError as refusal:
                     step = steps.throw(refusal)
                 else:
@@ -205,10 +233,17 @@ class ClientBase:
             found: R = end.value
             return found
 
-    def _step(self, step: rpc_calls.Call[Any] | blob_values.Upload, timeout: float | None, progress: Progress) -> Any:
+    def _step(
+        self,
+        step: rpc_calls.Call[Any] | blob_values.Upload,
+        timeout: float | None,
+        ends_at: float,
+        progress: Progress,
+    ) -> Any:
         if not isinstance(step, blob_values.Upload):
-            return self._run(step, timeout)
-        deadline = step.deadline(call_routes.call_timeout(timeout, self._timeout))
+            return self._run(step, timeout, ends_at=ends_at)
+        seconds = call_routes.call_timeout(timeout, self._timeout) + step.additional_s
+        deadline = min(seconds, call_routes.remaining_s(ends_at))
         try:
             send: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(blob_values.UPLOAD_METHOD)
             with _progress.start(progress, "uploading", len(step.data), "bytes") as task:
@@ -218,8 +253,24 @@ class ClientBase:
         except CHANNEL_CLOSED as cause:
             raise closed_error(self.target) from cause
 
-    def _send_blobs(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
-        self._follow(rpc_calls.upload_steps(blobs), timeout)
+    def _send_blobs(
+        self,
+        blobs: Mapping[str, blob_values.Data],
+        timeout: float | None,
+        progress: Progress = None,
+        *,
+        ends_at: float = math.inf,
+    ) -> float:
+        """Sends those blobs that the server lacks; returns the seconds that this adds to the timeout of their call.
+
+        Args:
+            blobs: By SHA-256.
+            timeout: As in `_run`.
+            progress: As in `upload`.
+            ends_at: As in `_run`.
+        """
+        ends_at = min(ends_at, time.monotonic() + call_routes.call_timeout(timeout, self._timeout))
+        return self._follow(rpc_calls.upload_steps(blobs), timeout, progress, ends_at=ends_at)
 
     def _limit(self, call: rpc_calls.Call[Any], timeout: float | None) -> float:
         process_forks.require_grpc()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -25,12 +27,13 @@ from gradrule._messages.error_status import closed_error
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
 from gradrule._results import call_results
+from gradrule._rpc import call_routes, stream_messages
 from gradrule._rpc.stream_messages import StreamLostError
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_transport import CHANNEL_CLOSED, Lock, SessionStream
 from gradrule.common.tensor_codec import Array
-from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
+from gradrule.errors import BlobNotFoundError, DeadlineExceededError, GradruleError, UnavailableError
 from gradrule.optimizers import Optimizer
 
 R = TypeVar("R")
@@ -45,7 +48,6 @@ class Session(SessionBase):
     def __init__(self, client: ClientBase, options: SessionOptions) -> None:
         super().__init__(options)
         self._client = client
-        self._send_blobs = client._send_blobs
         self._stream: SessionStream | None = None
         # Held while a call runs. A step's message depends on the number of steps that were answered.
         self._lock = Lock()
@@ -331,31 +333,39 @@ class Session(SessionBase):
         """
         return self._run(self._save(optimizer_state), timeout)
 
-    def _run(self, call: Call[R], timeout: float | None) -> R:
+    def _run(self, call: Call[R], timeout: float | None, *, ends_at: float = math.inf) -> R:
         with self._lock:
-            return self._run_locked(call, timeout)
+            return self._run_locked(call, timeout, ends_at)
 
-    def _run_locked(self, call: Call[R], timeout: float | None) -> R:
+    def _limit(self, call: Call[Any], timeout: float | None) -> float:
+        return self._client._limit(call, timeout)
+
+    def _run_locked(self, call: Call[R], timeout: float | None, ends_at: float = math.inf) -> R:
         if self._stream is None and call.method != "start":
             raise UnavailableError("the session is not open; use it as `with client.session(graph) as s`")
-        self._upload(self._not_uploaded(call), timeout)
+        ends_at = min(ends_at, time.monotonic() + self._limit(call, timeout))
+        ends_at += self._upload(self._not_uploaded(call), timeout, ends_at)
         try:
-            return self._exchange(call, timeout)
+            return self._exchange(call, timeout, ends_at)
         except BlobNotFoundError:
             if not call.blobs:
                 raise
         # A server with little space may have evicted the blobs.
-        self._upload(call.blobs, timeout)
-        return self._exchange(call, timeout)
+        ends_at += self._upload(call.blobs, timeout, ends_at)
+        return self._exchange(call, timeout, ends_at)
 
-    def _upload(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
-        if blobs:
-            self._send_blobs(blobs, timeout)
-            self._uploaded.update(blobs)
+    def _upload(self, blobs: Mapping[str, blob_values.Data], timeout: float | None, ends_at: float) -> float:
+        """Sends those blobs that the server lacks; returns the seconds that this adds to the timeout of their call."""
+        if not blobs:
+            return 0.0
+        added_s = self._client._send_blobs(blobs, timeout, ends_at=ends_at)
+        self._uploaded.update(blobs)
+        return added_s
 
-    def _exchange(self, call: Call[R], timeout: float | None) -> R:
+    def _exchange(self, call: Call[R], timeout: float | None, ends_at: float) -> R:
         run_timeout = self._client._timeout if timeout is None else None
-        data = self._message(call, self._client._limit(call, timeout), run_timeout)
+        seconds = call_routes.remaining_s(ends_at)
+        data = self._message(call, seconds, run_timeout)
         if call.method == "start":
             # A refused start has ended its stream.
             self.close()
@@ -365,9 +375,13 @@ class Session(SessionBase):
                 raise closed_error(self._client.target) from cause
         assert self._stream is not None
         try:
-            answer = self._stream.exchange(data)
+            # Servers answer late requests themselves, so one that does not hangs.
+            answer = self._stream.exchange(data, seconds + stream_messages.GRACE_S)
         except StreamLostError as lost:
             raise self._ended(call, lost.cause) from None
+        except TimeoutError:
+            self.close()
+            raise DeadlineExceededError(f"no answer within {seconds:.3g} s; the session is closed") from None
         except GradruleError:
             raise
         except BaseException:
