@@ -215,4 +215,8 @@ def _network(host: str) -> str:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host
-    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
+    if address.version == 4:
+        return host
+    # A socket for IPv4 and IPv6 reports clients of IPv4 as ::ffff:192.0.2.1, of which all have one network.
+    mapped = address.ipv4_mapped
+    return str(mapped) if mapped is not None else str(ipaddress.ip_network((address, 64), strict=False))

@@ -121,10 +121,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    host = host.removeprefix("[").removesuffix("]")
+    is_any = host == "::"
+    if is_any and not socket.has_dualstack_ipv6():
+        # The machine has no IPv6.
+        host, is_any = "0.0.0.0", False
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     # With this protocol, asyncio sends small answers at once; otherwise clients wait 40 ms for an acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
+        if is_any:
+            # It accepts IPv4 too.
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)

@@ -126,7 +126,7 @@ async def serve(settings: Settings) -> None:
             # The HTTP gateway starts after the first engine.
             is_ready=lambda: grpc_server.is_ready and started.is_set(),
         )
-        port = await grpc_server.start(f"{settings.host}:{settings.port}", certificates)
+        port = await grpc_server.start(settings.address(settings.port), certificates)
         shared_memory.start()
         accepting = asyncio.ensure_future(grpc_server.run_accept_loop())
         accepting.add_done_callback(lambda _: stopping.set())
@@ -147,7 +147,7 @@ async def serve(settings: Settings) -> None:
                 stops.push_async_callback(gateway.stop)
                 print(f"gradrule: HTTP at {await gateway.start()}", flush=True)
             started.set()
-            print(f"gradrule: listening on {settings.host}:{port}", flush=True)
+            print(f"gradrule: listening on {settings.address(port)}", flush=True)
             await stopping.wait()
         # The HTTP gateway drains before the gRPC server does; load balancers should send no calls meanwhile.
         grpc_server.end_health()

@@ -195,7 +195,7 @@ def test_settings_are_accepted_and_match_the_pod(rendered: list[Manifest], combi
     expected = {"grpc": found.port, "metrics": found.metrics_port}
     assert ports == (expected | {"http": found.http_port} if "http" in combination else expected)
     assert found.http_port is None or "http" in combination
-    assert found.host == found.metrics_host == "0.0.0.0"
+    assert found.host == found.metrics_host == "::"
     assert found.is_open == ("tls" not in combination)
     assert found.device == ("gpu:0" if "gpu" in combination else "auto")
     assert container(rendered)["resources"]["limits"].get("nvidia.com/gpu") == ("1" if "gpu" in combination else None)
@@ -371,11 +371,12 @@ def test_a_server_runs_with_the_environment_of_its_pod(tmp_path: Path) -> None:
         "8480": "0",
     }
     variables = {name: own.get(value, value) for name, value in environment(documents).items()}
-    with running_server(tmp_path / "server", ("--host", "0.0.0.0"), variables) as server:
+    with running_server(tmp_path / "server", ("--host", "::"), variables) as server:
         probe = container(documents)["readinessProbe"]["httpGet"]
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}{probe['path']}", timeout=10) as answer:
-            assert answer.status == 200
-        target = server.target.replace("0.0.0.0", "localhost")
+        for address in ("127.0.0.1", "[::1]") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
+            with urllib.request.urlopen(f"http://{address}:{metrics_port}{probe['path']}", timeout=10) as answer:
+                assert answer.status == 200
+        target = server.target.replace("[::]", "localhost")
         with gr.connect(target, credentials=gr.tls(authority.file), token=token) as client:
             graph = gr.Graph()
             graph.op("Neg", graph.placeholder("x", "float32", []), name="y")

@@ -149,6 +149,16 @@ def test_share_of_a_tenant_is_a_quarter_with_credentials(name: str) -> None:
     assert Settings.load(["--tokens", "/t", "--max-rules", "3"], {}).tenant_limit("rules") == 1
 
 
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("::", "[::]:1"), ("[::1]", "[::1]:1"), ("0.0.0.0", "0.0.0.0:1"), ("localhost", "localhost:1")],
+)
+def test_ipv6_addresses_may_have_brackets(host: str, address: str) -> None:
+    found = Settings.load(["--host", host, "--metrics-host", host], {})
+    assert found.address(1) == address
+    assert found.host == found.metrics_host == host.strip("[]")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
 def test_tokens_may_be_sent_unencrypted_on_this_machine(host: str) -> None:
     assert Settings.load(["--tokens", "/t", "--host", host], {}).takes_tokens

@@ -173,5 +173,6 @@ def _loopback(host: str) -> str:
     except ValueError:
         return host
     if address.is_unspecified:
-        return "127.0.0.1" if address.version == 4 else "[::1]"
+        # gRPC listens on IPv4 too if it listens on all addresses of IPv6.
+        return "127.0.0.1"
     return f"[{host}]" if address.version == 6 else host

@@ -50,7 +50,9 @@ class MonitoringPort:
     async def start(self, host: str, port: int) -> None:
         """Binds the address and starts to serve. Raises `OSError` if the address is in use."""
         try:
-            self._server = await asyncio.start_server(self._accept, host, port, limit=_MAX_HEAD_BYTES)
+            # A socket of :: has IPv6 only in asyncio; without a host it opens one for IPv4 and one for IPv6.
+            hosts = None if host == "::" else host
+            self._server = await asyncio.start_server(self._accept, hosts, port, limit=_MAX_HEAD_BYTES)
         except OSError as cause:
             raise OSError(f"cannot serve metrics on {host}:{port}: {cause}") from cause
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, create_model
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, create_model
 
 from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
 from gradrule_server.settings.sources import SettingsError
@@ -54,12 +54,20 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
     return home / ".local" / "share" / "gradrule"
 
 
+def _without_brackets(host: str) -> str:
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+ListenAddress = Annotated[str, Field(min_length=1), AfterValidator(_without_brackets)]
+"""An address to listen on. IPv6 may stand in brackets, which the value does not have."""
+
+
 class Listening(SettingsGroup):
     """Where the server listens, and limits on connections."""
 
     title = "Listening and connections"
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    host: ListenAddress = Field("127.0.0.1", description="Address to listen on; :: means all, of IPv4 and IPv6.")
     port: int = Field(8470, ge=0, le=65535, description="Port to listen on; 0 selects a free port.")
     tls_cert: Path | None = Field(
         None, description="TLS certificate chain, PEM. The server then accepts TLS connections only."
@@ -306,7 +314,10 @@ class Logging(SettingsGroup):
         le=65535,
         description="Port of Prometheus metrics (/metrics) and health checks (/livez, /readyz) over HTTP; 0 disables.",
     )
-    metrics_host: str = Field("127.0.0.1", min_length=1, description="Address to serve metrics and health checks on.")
+    metrics_host: ListenAddress = Field(
+        "127.0.0.1",
+        description="Address to serve metrics and health checks on; :: means all, of IPv4 and IPv6.",
+    )
     otel_endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = Field(
         "", description="OpenTelemetry collector that receives traces over gRPC, such as http://host:4317."
     )

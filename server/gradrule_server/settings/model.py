@@ -169,9 +169,13 @@ class Settings(
     def is_local(self) -> bool:
         """Whether the server can be reached from its own machine only."""
         try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+            return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+    def address(self, port: int) -> str:
+        """Returns the address to listen on, with a port; IPv6 in brackets."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     def server_limit(self, resource: str) -> int:
         """Returns the limit of a `TenantResource` over all tenants."""

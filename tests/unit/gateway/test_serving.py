@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from uvicorn.server import ServerState
 
 from gradrule_gateway import connections
 from gradrule_gateway.connections import Connection, Connections
-from gradrule_gateway.serving import name_in
+from gradrule_gateway.serving import _listen, name_in
 
 ANSWERED = asyncio.Event()
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -178,3 +179,31 @@ def test_certificate_whose_names_cannot_be_read_is_named(tmp_path: Path) -> None
         # The gateway goes on with its last certificate after this error.
         with pytest.raises(OSError, match=f"{file} has no valid certificate"):
             name_in(str(file))
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::", "[::]"])
+def test_all_addresses_are_those_of_ipv4_and_ipv6(host: str) -> None:
+    with _listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, port), 10).close()
+
+
+def test_all_addresses_are_those_of_ipv4_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with _listen("::", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_connections_of_ipv4_to_a_socket_of_ipv6_are_counted_by_address(opened: Connections) -> None:
+    def add(host: str) -> bool:
+        connection: Any = object()
+        is_added = opened.add(connection, host)
+        if is_added:
+            opened.set_idle(connection, False)
+        return is_added
+
+    assert [add(f"::ffff:192.0.2.{number}") for number in range(5)] == [True] * 5
+    assert [add("::ffff:192.0.2.1") for _ in range(3)] == [True, True, False]
+    assert [add(f"2001:db8::{number}") for number in range(4)] == [True, True, True, False]

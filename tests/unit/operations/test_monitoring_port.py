@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -38,6 +39,18 @@ async def page() -> AsyncIterator[Served]:
     assert served._server is not None
     found.port = served._server.sockets[0].getsockname()[1]
     yield found
+    await served.stop()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+async def test_all_addresses_are_those_of_ipv4_and_ipv6() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    served = MonitoringPort(Metrics().registry, lambda: None, lambda: True)
+    await served.start("::", port)
+    for host in ("127.0.0.1", "::1"):
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
     await served.stop()
 
 

@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
         description="Serves the API of a gradrule server over HTTP and JSON, and the console in the browser.",
     )
     group = parser.add_argument_group("listening")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on [default: 127.0.0.1]")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; :: means all, of IPv4 and IPv6 [default: 127.0.0.1]"
+    )
     group.add_argument(
         "--port", type=_port, default=DEFAULT_PORT, help=f"port to listen on; 0 selects a free one [{DEFAULT_PORT}]"
     )
