@@ -41,6 +41,7 @@ LINES = {
     "excitation_backprop": [
         "@linear → lrp_zplus(eps=1e-06)",
         "@normalization → default",
+        "@activation → default",
         "@sum → lrp_norm(eps=1e-06)",
         "@pool → lrp_norm(eps=1e-06)",
     ],

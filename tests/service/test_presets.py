@@ -76,6 +76,20 @@ def test_relevance_is_conserved_without_biases(client: Any) -> None:
         np.testing.assert_allclose(r.gradients["x"].sum((1, 2, 3)), y.sum(1), rtol=1e-9, err_msg=name)
 
 
+def test_additions_within_activations_are_no_sums(client: Any) -> None:
+    """PReLU is relu(x) - a * relu(-x). Its gradient is kept where x is as small as the stabilizer of sums, too."""
+
+    def build() -> None:
+        x = placeholder("x", tf.float64, (None,))
+        tf.add(tf.nn.relu(x), -0.25 * tf.nn.relu(-x), name="y")
+
+    x = [1e-6, -1e-6, 1e-3, -1e-3, 2.0, -2.0]
+    r = client.evaluate(
+        build_graph(build), {"x": x}, ys=["y"], xs=["x"], overrides=gr.Preset("excitation_backprop", eps=1e-6)
+    )
+    np.testing.assert_array_equal(r.gradients["x"], [1.0, 0.25, 1.0, 0.25, 1.0, 0.25])
+
+
 def test_user_overrides_have_priority_over_a_preset(either: Any) -> None:
     own = gr.Override("linearize", op_type="Relu", label="own")
     overrides = [gr.Preset("epsilon_plus", eps=1e-3), own]

@@ -107,10 +107,12 @@ def _first(kind: str, rule: str, **params: float) -> override_pb2.GradientOverri
     return _entry(override_pb2.Selector(layer=kind, position=position), rule, **params)
 
 
-# zennit keeps the gradients of these layers. The means in them are no average pooling.
-_NORMALIZATION = override_pb2.GradientOverride(
-    selector=override_pb2.Selector(layer="@normalization"), rule=OWN_GRADIENT, optional=True
-)
+def _keep_gradient(kind: str) -> override_pb2.GradientOverride:
+    """Returns an override for layers that keep their gradients: means in them are no pooling, additions no sums."""
+    return override_pb2.GradientOverride(selector=override_pb2.Selector(layer=kind), rule=OWN_GRADIENT, optional=True)
+
+
+_NORMALIZATION = _keep_gradient("@normalization")
 _SUMS = (_ops("@sum", "lrp_norm", eps=_EPS), _ops("@pool", "lrp_norm", eps=_EPS))
 
 # Must follow the overrides for layers, because the addition of a bias may be an op of @sum.
@@ -169,7 +171,7 @@ PRESETS = Presets(
             "excitation_backprop",
             "zplus on convolutions and dense layers, norm on sums and average pools, own gradients elsewhere.",
             f"Zhang et al. 2016, arXiv:1608.00507; {_CITED}, ExcitationBackprop",
-            (_layer("@linear", "lrp_zplus", eps=_EPS), _NORMALIZATION, *_SUMS),
+            (_layer("@linear", "lrp_zplus", eps=_EPS), _NORMALIZATION, _keep_gradient("@activation"), *_SUMS),
             is_for_all_layers=True,
         ),
         Preset(
