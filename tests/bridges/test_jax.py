@@ -245,11 +245,36 @@ with gr.connect(sys.argv[1]) as client:
     np.testing.assert_allclose(gradient(sharded), wanted, rtol=1e-12, atol=1e-12)
 """
 
+_FOUR_DEVICES_ON_ONE_PROCESSOR = """
+import os, sys
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+import gradrule as gr
+import gradrule.jax
+from tests.bridges import examples
+
+jax.config.update("jax_enable_x64", True)
+mesh, rows = Mesh(np.array(jax.devices()), ("rows",)), PartitionSpec("rows")
+x = np.linspace(-1, 1, 1_200_000).reshape(-1, 3)
+with gr.connect(sys.argv[1]) as client:
+    remote = gradrule.jax.remote(client.program(sys.argv[2]))
+    gradient = jax.grad(lambda x: remote(x=2 * x, w=examples.W)["z"])
+    shard = lambda x: jax.lax.psum(gradient(x).sum(), "rows")
+    total = jax.shard_map(shard, mesh=mesh, in_specs=rows, out_specs=PartitionSpec(), check_vma=False)
+    wanted = 2 * (1 - np.tanh(2 * x @ examples.W) ** 2) @ examples.W.T
+    np.testing.assert_allclose(jax.jit(total)(x), wanted.sum(), rtol=1e-9)
+    np.testing.assert_allclose(jax.pmap(gradient)(x.reshape(4, -1, 3)).reshape(-1, 3), wanted, rtol=1e-12, atol=1e-12)
+"""
+
+_DEVICES = "--xla_force_host_platform_device_count=4"
+
 
 @pytest.mark.parametrize(
     ("script", "flags"),
-    [(_ONE_PROCESSOR, ""), (_FOUR_DEVICES, "--xla_force_host_platform_device_count=4")],
-    ids=["one processor", "four devices"],
+    [(_ONE_PROCESSOR, ""), (_FOUR_DEVICES, _DEVICES), (_FOUR_DEVICES_ON_ONE_PROCESSOR, _DEVICES)],
+    ids=["one processor", "four devices", "four devices on one processor"],
 )
 def test_compiled_gradients_equal_those_of_numpy_on(smooth: Any, script: str, flags: str) -> None:
     done = subprocess.run(

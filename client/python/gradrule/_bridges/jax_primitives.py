@@ -19,6 +19,12 @@ from jax.interpreters import ad, batching, mlir
 from gradrule._bridges.program_function import Arrays, ProgramFunction
 from gradrule.errors import FeedShapeError, GradruleError, InvalidDerivativeError, UnsupportedError
 
+try:
+    # Selects the device that runs a callback of a program for several devices. Not public, so it may be missing.
+    from jax._src.callback import _callback_op_sharding as _callback_sharding
+except ImportError:
+    _callback_sharding = None
+
 
 class Signature:
     """Which inputs a call gives. One object for each choice, so that JAX compiles once.
@@ -157,10 +163,13 @@ def _primitive(operation: _Operation) -> Primitive:
 
     def lower(context: mlir.LoweringRuleContext, *operands: Any, signature: Signature, depth: int) -> Any:
         # `pure_callback` waits for copies of its arguments, which JAX makes on the threads that run callbacks: if all
-        # of them wait, it hangs (jax-ml/jax#24255). Only it knows how to call once for arrays on several devices.
+        # of them wait, it hangs (jax-ml/jax#24255).
         axes = context.module_context.axis_context
+        sharding = None
         if not isinstance(axes, mlir.ShardingContext) or axes.num_devices > 1:
-            return lower_callback(context, *operands, signature=signature, depth=depth)
+            if _callback_sharding is None:
+                return lower_callback(context, *operands, signature=signature, depth=depth)
+            sharding = _callback_sharding(axes, None, context.avals_out)
         types = result_types(context.avals_in, signature, depth)
         results, *_ = mlir.emit_python_callback(
             context,
@@ -170,6 +179,7 @@ def _primitive(operation: _Operation) -> Primitive:
             context.avals_in,
             context.avals_out,
             has_side_effect=False,
+            sharding=sharding,
         )
         return results
 
