@@ -47,6 +47,11 @@ class AsyncStream:
         return 0 if self._connection is None else len(self._connection.waiting)
 
     @property
+    def is_usable(self) -> bool:
+        """Whether this task may use the stream: always."""
+        return True
+
+    @property
     def is_open(self) -> bool:
         """Whether the stream is open."""
         return self._connection is not None and not self._connection.ended

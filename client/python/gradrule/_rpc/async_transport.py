@@ -29,6 +29,7 @@ CHANNEL_CLOSED = grpc.aio.UsageError
 
 sleep = asyncio.sleep
 Lock = asyncio.Lock
+Channel: TypeAlias = grpc.aio.Channel
 ManyFeeds: TypeAlias = "Iterable[Feeds] | AsyncIterable[Feeds]"
 
 
@@ -51,6 +52,11 @@ class Starting(Generic[R]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._client.close()
+
+
+def guarded(channel: grpc.aio.Channel) -> Channel:
+    """Returns a channel unchanged: event loops run signal handlers between calls."""
+    return channel
 
 
 def starting(start: Callable[[], Awaitable[R]]) -> Starting[R]:

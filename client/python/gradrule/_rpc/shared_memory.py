@@ -123,7 +123,8 @@ class SharedMemory:
     """
 
     def __init__(self, *, is_enabled: bool = True) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer or signal handler may call the client while this thread holds the lock.
+        self._lock = threading.RLock()
         self._attached: _Attached | None = None
         self._pause_s = 0.0
         self.refusal = _reason_against(is_enabled=is_enabled)

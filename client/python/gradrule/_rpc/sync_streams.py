@@ -21,6 +21,7 @@ import grpc
 from gradrule._messages.error_status import closed_error, error_of
 from gradrule._messages.rpc_calls import Call
 from gradrule._rpc import call_routes, stream_messages
+from gradrule._rpc.interrupts import CallGuard, GuardedChannel
 from gradrule._rpc.stream_messages import StreamLostError, decoded
 from gradrule.common import wire_format
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
@@ -57,17 +58,20 @@ class Pending:
 class Stream:
     """Sends requests over a stream, which is opened at the first request and again after it ended. Thread-safe.
 
+    The locks are reentrant, so that a signal handler that has interrupted a call may close the client.
+
     Args:
         channel: The client's channel.
         metadata: Metadata of the stream.
         target: The target of the client, for errors.
     """
 
-    def __init__(self, channel: grpc.Channel, metadata: Any, target: str) -> None:
+    def __init__(self, channel: GuardedChannel, metadata: Any, target: str) -> None:
+        self._guard = channel.guard
         self._open: Callable[..., Any] = channel.stream_stream(stream_messages.METHOD)
         self._metadata = metadata
         self._target = target
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._connection: Connection | None = None
 
     @property
@@ -75,6 +79,11 @@ class Stream:
         """Number of requests without an answer."""
         connection = self._own_connection
         return 0 if connection is None else connection.pending_count
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether this thread may use the stream: not if it has interrupted another call of its own."""
+        return not self._guard.is_running
 
     @property
     def is_open(self) -> bool:
@@ -106,9 +115,8 @@ class Stream:
 
     def start(self, call: Call[Any], parts: wire_format.Parts, size: int, timeout: float) -> Started:
         """Sends a call without waiting for its answer. Arguments and errors are those of `run`."""
-        kind = stream_messages.kind_of(call)
-        connection = self._connected()
-        return Started(connection, connection.send(kind, parts, size, timeout), call, timeout)
+        self._guard.require_not_running()
+        return self._guard.run(self._start, call, parts, size, timeout)
 
     def close(self) -> None:
         """Ends the stream and cancels its requests."""
@@ -116,6 +124,11 @@ class Stream:
             connection, self._connection = self._own_connection, None
         if connection is not None:
             connection.close()
+
+    def _start(self, call: Call[Any], parts: wire_format.Parts, size: int, timeout: float) -> Started:
+        kind = stream_messages.kind_of(call)
+        connection = self._connected()
+        return Started(self._guard, connection, connection.send(kind, parts, size, timeout), call, timeout)
 
     def _connected(self) -> Connection:
         connection = self._own_connection
@@ -134,9 +147,12 @@ class Stream:
 class Started:
     """Holds a call that was sent over a stream."""
 
-    __slots__ = ("_call", "_connection", "_pending", "_timeout")
+    __slots__ = ("_call", "_connection", "_guard", "_pending", "_timeout")
 
-    def __init__(self, connection: Connection, pending: Pending, call: Call[Any], timeout: float) -> None:
+    def __init__(
+        self, guard: CallGuard, connection: Connection, pending: Pending, call: Call[Any], timeout: float
+    ) -> None:
+        self._guard = guard
         self._connection = connection
         self._pending = pending
         self._call = call
@@ -145,7 +161,7 @@ class Started:
     def result(self) -> Any:
         """Waits for the answer and decodes it. Raises `StreamLostError` and the error of a failed call."""
         try:
-            kind, data = self._connection.wait(self._pending)
+            kind, data = self._guard.run(self._connection.wait, self._pending)
         except TimeoutError:
             self.cancel()
             raise DeadlineExceededError(f"no answer within {self._timeout:.3g} s") from None
@@ -175,7 +191,7 @@ class Connection:
         self.process = os.getpid()
         self._outgoing: queue.SimpleQueue[bytes | Iterator[bytes] | None] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiting: dict[int, Pending] = {}
         self._reader: Pending | None = None
         self._used_at = time.monotonic()

@@ -22,6 +22,7 @@ from gradrule._messages.error_status import (
     parsed,
 )
 from gradrule._messages.session_calls import METHOD
+from gradrule._rpc.interrupts import GuardedChannel
 from gradrule._rpc.stream_messages import StreamLostError
 from gradrule.errors import BlobNotFoundError, CancelledError, GradruleError, MessageTooLargeError, UnavailableError
 
@@ -40,10 +41,16 @@ CHANNEL_CLOSED = ValueError
 _CHECK_S = 0.5
 
 sleep = time.sleep
-Lock = threading.Lock
+Lock = threading.RLock
+Channel: TypeAlias = GuardedChannel
 ManyFeeds: TypeAlias = "Iterable[Feeds]"
 Starting: TypeAlias = Annotated[R, "a client that is started at once"]
 iterate = iter
+
+
+def guarded(channel: grpc.Channel) -> Channel:
+    """Returns a channel that signal handlers may interrupt."""
+    return GuardedChannel(channel)
 
 
 def starting(start: Callable[[], R]) -> R:
@@ -59,13 +66,14 @@ def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
 class SessionStream:
     """Exchanges messages over the stream of a session; each message has one answer. Raises `CHANNEL_CLOSED`."""
 
-    def __init__(self, channel: grpc.Channel, metadata: Any, target: str) -> None:
+    def __init__(self, channel: GuardedChannel, metadata: Any, target: str) -> None:
+        channel.guard.require_not_running()
+        self._guard = channel.guard
         self._target = target
         self._due = math.inf
         self._has_ended = threading.Event()
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        opened: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
-        self._call: Any = opened(iter(self._messages.get, None), metadata=metadata)
+        self._call = channel.stream_stream(METHOD)(iter(self._messages.get, None), metadata=metadata)
         # The thread must not keep a stream that nothing else refers to.
         monitor = threading.Thread(target=_end_late_stream, args=(weakref.ref(self), self._has_ended), daemon=True)
         monitor.start()
@@ -76,7 +84,9 @@ class SessionStream:
         Raises:
             StreamLostError: The stream has ended.
             TimeoutError: There was no answer within `seconds`, and up to half a second more; the stream has ended.
+            UnsupportedError: This thread runs another call of the client, which this one has interrupted.
         """
+        self._guard.require_not_running()
         self._due = due = time.monotonic() + seconds
         self._messages.put(message)
         try:

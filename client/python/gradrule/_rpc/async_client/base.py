@@ -21,7 +21,7 @@ from gradrule._progress import Progress
 from gradrule._results.status_report import ServerStatus, server_status
 from gradrule._rpc import call_routes, channels, process_forks
 from gradrule._rpc.async_client.sending import AsyncCallSender
-from gradrule._rpc.async_transport import CHANNEL_CLOSED, run_in_thread, sleep
+from gradrule._rpc.async_transport import CHANNEL_CLOSED, guarded, run_in_thread, sleep
 from gradrule._rpc.call_routes import Routes
 from gradrule._rpc.shared_memory import SharedMemory
 from gradrule.errors import EngineUnavailableError, GradruleError
@@ -48,14 +48,14 @@ class AsyncClientBase:
         transfer: Transfer = PLAIN,
         shared_memory: bool = True,
     ) -> None:
-        self._channel = channel
+        self._channel = guarded(channel)
         self._metadata = channels.metadata(token) + transfer.metadata
         self._transfer = transfer
         self._timeout = timeout
         self._compile_timeout = compile_timeout
         routes = Routes(use_stream=stream)
         self._memory = SharedMemory(is_enabled=shared_memory)
-        self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, target)
+        self._sender = AsyncCallSender(self._channel, self._metadata, routes, self._memory, target)
         self._stop_server: Callable[[], object] | None = None
         self.target = target
 

@@ -20,7 +20,7 @@ from gradrule._messages.error_status import (
 )
 from gradrule._rpc import call_routes, shared_memory
 from gradrule._rpc.async_streams import AsyncStream
-from gradrule._rpc.async_transport import CHANNEL_CLOSED, run_in_thread, sleep
+from gradrule._rpc.async_transport import CHANNEL_CLOSED, Channel, run_in_thread, sleep
 from gradrule._rpc.shared_memory import SharedMemory, may_resend
 from gradrule._rpc.stream_messages import CHUNK_BYTES, StreamLostError
 from gradrule.common import wire_format
@@ -42,7 +42,7 @@ class AsyncCallSender:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channel: Channel,
         metadata: Any,
         routes: call_routes.Routes,
         memory: SharedMemory,
@@ -146,7 +146,7 @@ class AsyncCallSender:
 
     def _may_stream(self, size: int) -> bool:
         stream = self._stream
-        return self._routes.may_stream(size, stream.pending_count, is_open=stream.is_open)
+        return stream.is_usable and self._routes.may_stream(size, stream.pending_count, is_open=stream.is_open)
 
     async def _send_unary(self, call: rpc_calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
         """Sends a call as a unary call, and once more if a part of its answer is lost; gRPC retries other calls."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -32,7 +32,13 @@ from gradrule._rpc.async_client.forward import AsyncForwardHandle
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, AsyncSessionStream, Lock
 from gradrule._rpc.stream_messages import StreamLostError
 from gradrule.common.tensor_codec import Array
-from gradrule.errors import BlobNotFoundError, DeadlineExceededError, GradruleError, UnavailableError
+from gradrule.errors import (
+    BlobNotFoundError,
+    DeadlineExceededError,
+    GradruleError,
+    UnavailableError,
+    UnsupportedError,
+)
 from gradrule.optimizers import Optimizer
 
 R = TypeVar("R")
@@ -50,6 +56,7 @@ class AsyncSession(SessionBase):
         self._stream: AsyncSessionStream | None = None
         # Held while a call runs. A step's message depends on the number of steps that were answered.
         self._lock = Lock()
+        self._is_running = False
 
     async def __aenter__(self) -> Self:
         try:
@@ -103,12 +110,13 @@ class AsyncSession(SessionBase):
             InvalidOptimizerError: `optimizer` is not an optimizer, or a setting is out of range.
             GradruleError: As in `AsyncClient.evaluate`.
         """
-        async with self._lock:
-            call = self._step(feeds, loss, optimizer, variables, fetches, params)
-            result = await self._run_locked(call, timeout)
-            if self._progress:
-                self._task.advance(loss=float(result.loss.item()))
-            return result
+        result = await self._run_next(
+            lambda: self._step(feeds, loss, optimizer, variables, fetches, params), timeout, math.inf
+        )
+        # Outside the lock: the function that gets the report may call the session.
+        if self._progress:
+            self._task.advance(loss=float(result.loss.item()))
+        return result
 
     async def evaluate(
         self,
@@ -333,13 +341,30 @@ class AsyncSession(SessionBase):
         return await self._run(self._save(optimizer_state), timeout)
 
     async def _run(self, call: Call[R], timeout: float | None, *, ends_at: float = math.inf) -> R:
+        return await self._run_next(lambda: call, timeout, ends_at)
+
+    async def _run_next(self, make_call: Callable[[], Call[R]], timeout: float | None, ends_at: float) -> R:
+        """Makes and runs a call, once no other call runs.
+
+        Raises `UnsupportedError` in a signal handler or finalizer that has interrupted a call of this thread.
+        """
         async with self._lock:
-            return await self._run_locked(call, timeout, ends_at)
+            # Threads may take this lock again while they hold it.
+            if self._is_running:
+                raise UnsupportedError(
+                    "a signal handler or finalizer has interrupted a call of this session, which must end first: let "
+                    "the handler set a variable, and call the session after that call"
+                )
+            self._is_running = True
+            try:
+                return await self._run_locked(make_call(), timeout, ends_at)
+            finally:
+                self._is_running = False
 
     def _limit(self, call: Call[Any], timeout: float | None) -> float:
         return self._client._limit(call, timeout)
 
-    async def _run_locked(self, call: Call[R], timeout: float | None, ends_at: float = math.inf) -> R:
+    async def _run_locked(self, call: Call[R], timeout: float | None, ends_at: float) -> R:
         if self._stream is None and call.method != "start":
             raise UnavailableError("the session is not open; use it as `async with client.session(graph) as s`")
         ends_at = min(ends_at, time.monotonic() + self._limit(call, timeout))

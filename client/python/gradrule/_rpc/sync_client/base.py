@@ -23,7 +23,7 @@ from gradrule._rpc import call_routes, channels, process_forks
 from gradrule._rpc.call_routes import Routes
 from gradrule._rpc.shared_memory import SharedMemory
 from gradrule._rpc.sync_client.sending import CallSender
-from gradrule._rpc.sync_transport import CHANNEL_CLOSED, run_in_thread, sleep
+from gradrule._rpc.sync_transport import CHANNEL_CLOSED, guarded, run_in_thread, sleep
 from gradrule.errors import EngineUnavailableError, GradruleError
 from gradrule.v1 import admin_pb2
 
@@ -48,14 +48,14 @@ class ClientBase:
         transfer: Transfer = PLAIN,
         shared_memory: bool = True,
     ) -> None:
-        self._channel = channel
+        self._channel = guarded(channel)
         self._metadata = channels.metadata(token) + transfer.metadata
         self._transfer = transfer
         self._timeout = timeout
         self._compile_timeout = compile_timeout
         routes = Routes(use_stream=stream)
         self._memory = SharedMemory(is_enabled=shared_memory)
-        self._sender = CallSender(channel, self._metadata, routes, self._memory, target)
+        self._sender = CallSender(self._channel, self._metadata, routes, self._memory, target)
         self._stop_server: Callable[[], object] | None = None
         self.target = target
 

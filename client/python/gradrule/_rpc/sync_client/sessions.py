@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -33,7 +33,13 @@ from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_transport import CHANNEL_CLOSED, Lock, SessionStream
 from gradrule.common.tensor_codec import Array
-from gradrule.errors import BlobNotFoundError, DeadlineExceededError, GradruleError, UnavailableError
+from gradrule.errors import (
+    BlobNotFoundError,
+    DeadlineExceededError,
+    GradruleError,
+    UnavailableError,
+    UnsupportedError,
+)
 from gradrule.optimizers import Optimizer
 
 R = TypeVar("R")
@@ -51,6 +57,7 @@ class Session(SessionBase):
         self._stream: SessionStream | None = None
         # Held while a call runs. A step's message depends on the number of steps that were answered.
         self._lock = Lock()
+        self._is_running = False
 
     def __enter__(self) -> Self:
         try:
@@ -104,12 +111,13 @@ class Session(SessionBase):
             InvalidOptimizerError: `optimizer` is not an optimizer, or a setting is out of range.
             GradruleError: As in `Client.evaluate`.
         """
-        with self._lock:
-            call = self._step(feeds, loss, optimizer, variables, fetches, params)
-            result = self._run_locked(call, timeout)
-            if self._progress:
-                self._task.advance(loss=float(result.loss.item()))
-            return result
+        result = self._run_next(
+            lambda: self._step(feeds, loss, optimizer, variables, fetches, params), timeout, math.inf
+        )
+        # Outside the lock: the function that gets the report may call the session.
+        if self._progress:
+            self._task.advance(loss=float(result.loss.item()))
+        return result
 
     def evaluate(
         self,
@@ -334,13 +342,30 @@ class Session(SessionBase):
         return self._run(self._save(optimizer_state), timeout)
 
     def _run(self, call: Call[R], timeout: float | None, *, ends_at: float = math.inf) -> R:
+        return self._run_next(lambda: call, timeout, ends_at)
+
+    def _run_next(self, make_call: Callable[[], Call[R]], timeout: float | None, ends_at: float) -> R:
+        """Makes and runs a call, once no other call runs.
+
+        Raises `UnsupportedError` in a signal handler or finalizer that has interrupted a call of this thread.
+        """
         with self._lock:
-            return self._run_locked(call, timeout, ends_at)
+            # Threads may take this lock again while they hold it.
+            if self._is_running:
+                raise UnsupportedError(
+                    "a signal handler or finalizer has interrupted a call of this session, which must end first: let "
+                    "the handler set a variable, and call the session after that call"
+                )
+            self._is_running = True
+            try:
+                return self._run_locked(make_call(), timeout, ends_at)
+            finally:
+                self._is_running = False
 
     def _limit(self, call: Call[Any], timeout: float | None) -> float:
         return self._client._limit(call, timeout)
 
-    def _run_locked(self, call: Call[R], timeout: float | None, ends_at: float = math.inf) -> R:
+    def _run_locked(self, call: Call[R], timeout: float | None, ends_at: float) -> R:
         if self._stream is None and call.method != "start":
             raise UnavailableError("the session is not open; use it as `with client.session(graph) as s`")
         ends_at = min(ends_at, time.monotonic() + self._limit(call, timeout))
