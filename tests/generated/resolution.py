@@ -108,6 +108,7 @@ class Resolver:
     def _find_path(self) -> None:
         """Finds the path of gradients, on which rules may pass gradients on where ops do not."""
         self._shortcuts: dict[Node, set[Ref]] = {}
+        self._ends_of_calls: set[Node] = set()
         for unit in self.found.units:
             self._pass_on(unit)
         taken = set(self._taken)
@@ -119,12 +120,15 @@ class Resolver:
                 if isinstance(item, list):
                     self._pass_on(self._chain(item, override, number))
                 elif isinstance(item, Call) or item.op == "StopGradient":
-                    self._pass_on(self._single(item, override, number))
+                    unit = self._single(item, override, number)
+                    self._pass_on(unit)
+                    if isinstance(item, Call):
+                        self._ends_of_calls.update(unit.body.nodes[ref[0]] for ref in unit.outputs)
                 if override.position is None:
                     taken.update(members, *(inside(one) for one in members))
         options: dict[str, Any] = {"differentiable": True, "stopped": self.stopped, "shortcuts": self._shortcuts}
-        behind = Dependents(self._top, {id(self._top): self.xs}, **options)
-        self._path = behind.nodes & needed(self._top, self.ys, **options)
+        self._behind_path = Dependents(self._top, {id(self._top): self.xs}, **options)
+        self._path = self._behind_path.nodes & needed(self._top, self.ys, **options)
 
     def _pass_on(self, unit: Unit) -> None:
         for ref in () if unit.rule.is_default else unit.outputs:
@@ -204,7 +208,7 @@ class Resolver:
         place = override.position
         if place is None:
             return items
-        members = {item for item in items if isinstance(item, Node) and item in self._path}
+        members = {item for item in items if isinstance(item, Node) and self._is_on_path(item)}
         index = {"nearest_xs": 0, "nearest_ys": -1}.get(place, place) if isinstance(place, str) else place
         assert isinstance(index, int)
         if index >= 0:
@@ -212,6 +216,13 @@ class Resolver:
         else:
             rank = ranks_from_ys(self._top, members, self._path, self._shortcuts)
         return [item for item in items if item in members and rank.get(item) == (index if index >= 0 else -1 - index)]
+
+    def _is_on_path(self, item: Node) -> bool:
+        """Whether gradients pass through a node itself; the rule of a call passes them by the node of its output."""
+        if item not in self._path or item not in self._ends_of_calls:
+            return item in self._path
+        depends = any(self._behind_path.depends(item.body, ref) for ref in item.inputs)
+        return passes(item) and (depends or any(node in self._path for body in item.bodies for node in body.nodes))
 
     def _chains(self, item: Item, words: tuple[str, ...]) -> list[list[Item]]:
         """The chain that ends at a node, if there is one."""
