@@ -18,6 +18,7 @@ import grpc
 from gradrule.errors import UnsupportedError
 
 R = TypeVar("R")
+_REENTRANT = type(threading.RLock())
 
 
 class CallGuard:
@@ -26,7 +27,10 @@ class CallGuard:
     def __init__(self, channel: grpc.Channel) -> None:
         self._threads: set[int] = set()
         self._threads_in_grpc: set[int] = set()
-        self._locks: weakref.WeakSet[threading.Condition] = weakref.WeakSet(_locks_of_channel(channel))
+        # Weak references by id(). No set of them: other threads change it while one goes through it.
+        self._locks: dict[int, weakref.ref[threading.Condition]] = {}
+        for lock in _locks_of_channel(channel):
+            self._add(lock)
 
     @property
     def is_running(self) -> bool:
@@ -47,9 +51,13 @@ class CallGuard:
 
     def add_locks_of(self, call: Any) -> None:
         """Releases the locks of a call, too."""
-        condition = getattr(getattr(call, "_state", None), "condition", None)
-        if isinstance(condition, threading.Condition):
-            self._locks.add(condition)
+        self._add(getattr(getattr(call, "_state", None), "condition", None))
+
+    def _add(self, lock: Any) -> None:
+        # Other locks cannot tell which thread has locked them.
+        if isinstance(lock, threading.Condition) and isinstance(getattr(lock, "_lock", None), _REENTRANT):
+            key = id(lock)
+            self._locks[key] = weakref.ref(lock, lambda _: self._locks.pop(key, None))
 
     def run(self, function: Callable[..., R], *arguments: Any) -> R:
         """Runs a function of the client that calls gRPC."""
@@ -83,9 +91,9 @@ class CallGuard:
             self._threads_in_grpc.discard(thread)
 
     def _release_locks(self) -> None:
-        for condition in list(self._locks):
-            lock: Any = condition
-            while lock._is_owned():
+        for reference in list(self._locks.values()):
+            lock: Any = reference()
+            while lock is not None and lock._is_owned():
                 lock.release()
 
 
@@ -171,4 +179,4 @@ def _locks_of_channel(channel: grpc.Channel) -> list[threading.Condition]:
     """Returns the locks of a channel; gRPC's extension module has no other access to them."""
     inner = getattr(channel, "_channel", None)
     states = [state for state in gc.get_referents(inner) if type(state).__name__ == "_ChannelState"]
-    return [lock for lock in gc.get_referents(*states) if isinstance(lock, threading.Condition)]
+    return [found for found in gc.get_referents(*states) if isinstance(found, threading.Condition)]
