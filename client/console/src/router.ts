@@ -54,7 +54,7 @@ let current = location.hash;
 /** The address when the page last read or wrote it. */
 let address = location.hash;
 /** How often the address could be written at once after the last write, and when that was. */
-let left = WRITES_AT_ONCE;
+let writesLeftAfterLastWrite = WRITES_AT_ONCE;
 let writtenAt = performance.now();
 let timer: ReturnType<typeof setTimeout> | undefined;
 const listeners = new Set<() => void>();
@@ -66,7 +66,7 @@ function show(hash: string): void {
 
 /** Returns how often the address may be written at once now; one more every `INTERVAL_MS`. */
 function writesLeft(): number {
-  return Math.min(WRITES_AT_ONCE, left + (performance.now() - writtenAt) / INTERVAL_MS);
+  return Math.min(WRITES_AT_ONCE, writesLeftAfterLastWrite + (performance.now() - writtenAt) / INTERVAL_MS);
 }
 
 /** Writes a replaced place to the address, unless the browser went elsewhere since. */
@@ -74,7 +74,7 @@ function writeAddress(): void {
   clearTimeout(timer);
   timer = undefined;
   if (current === address || location.hash !== address) return;
-  left = Math.max(0, writesLeft() - 1);
+  writesLeftAfterLastWrite = Math.max(0, writesLeft() - 1);
   writtenAt = performance.now();
   try {
     history.replaceState(null, "", current);

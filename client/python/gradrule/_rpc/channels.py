@@ -58,6 +58,12 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+ONE_SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG | {"loadBalancingConfig": [{"pick_first": {}}]})),
+    *(option for option in OPTIONS if option[0] != "grpc.service_config"),
+]
+"""Options of a channel that sends all calls to one server of its target, and to another when that one goes away."""
+
 DEFAULT_PORT = 8470
 """Port of targets without a port, and of `gradrule serve`."""
 _URL = re.compile(r"(https?|grpcs?)://")

@@ -97,6 +97,22 @@ def connect(options: argparse.Namespace) -> Client:
     )
 
 
+def connect_to_one_server(options: argparse.Namespace) -> Client:
+    """Opens a client like `connect`, but all its calls go to one server of the target, until that goes away."""
+    from gradrule._rpc import channels
+    from gradrule._rpc.sync_client.client import open_client
+
+    return open_client(
+        channels.ONE_SERVER_OPTIONS,
+        options.target,
+        credentials(options),
+        token=options.token,
+        timeout=DEFAULT_TIMEOUT if options.timeout is None else options.timeout,
+        compile_timeout=0.0,
+        insecure_token=options.insecure_token,
+    )
+
+
 def credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
     """Returns the gRPC credentials that the flags give; None for an unencrypted connection."""
     from gradrule._rpc import channels

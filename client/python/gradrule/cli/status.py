@@ -13,7 +13,7 @@ from gradrule.cli.connection import (
     DEFAULT_TARGET,
     TARGET_VARIABLE,
     add_tls,
-    connect,
+    connect_to_one_server,
     credentials,
     default_target,
     finish,
@@ -64,7 +64,8 @@ def add_status(commands: Any) -> None:
 
 def run_status(options: argparse.Namespace) -> int:
     """Shows the status once, or until Ctrl-C on a terminal; returns the exit code."""
-    with connect(options) as client:
+    # Servers take turns otherwise, and each update would show another one.
+    with connect_to_one_server(options) as client:
         if options.json:
             output.print_json(asdict(client.server_status()))
             return 0

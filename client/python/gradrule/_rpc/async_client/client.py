@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -62,6 +62,34 @@ def connect(
             token would be sent without encryption.
         UnsupportedError: This process was forked from one with a client, and gRPC's support for forks is off.
     """
+    return open_client(
+        channels.OPTIONS,
+        target,
+        credentials,
+        token=token,
+        timeout=timeout,
+        compile_timeout=compile_timeout,
+        insecure_token=insecure_token,
+        stream=stream,
+        transfer=transfer,
+        shared_memory=shared_memory,
+    )
+
+
+def open_client(
+    channel_options: Sequence[tuple[str, Any]],
+    target: str,
+    credentials: grpc.ChannelCredentials | None,
+    *,
+    token: str | None,
+    timeout: float,
+    compile_timeout: float,
+    insecure_token: bool,
+    stream: bool = True,
+    transfer: Transfer = PLAIN,
+    shared_memory: bool = True,
+) -> AsyncClient:
+    """Returns a client whose channel has these options of gRPC. Other arguments and errors are those of `connect`."""
     timeout = call_routes.checked_timeout(timeout)
     compile_timeout = call_routes.checked_compile_timeout(compile_timeout)
     target, credentials = channels.endpoint(target, credentials)
@@ -69,9 +97,9 @@ def connect(
     channels.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
-        channel = grpc.aio.insecure_channel(address, options=channels.OPTIONS, compression=compression)
+        channel = grpc.aio.insecure_channel(address, options=channel_options, compression=compression)
     else:
-        channel = grpc.aio.secure_channel(address, credentials, options=channels.OPTIONS, compression=compression)
+        channel = grpc.aio.secure_channel(address, credentials, options=channel_options, compression=compression)
     options: dict[str, Any] = {
         "token": token,
         "timeout": timeout,
