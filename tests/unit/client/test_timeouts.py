@@ -18,7 +18,8 @@ from gradrule._rpc import stream_messages
 from gradrule.v1 import blob_pb2, evaluate_pb2, session_pb2
 from tests.unit.client.answering import PROGRAM, UNAVAILABLE, Answering, answer_to, failure
 
-TIMEOUT_S = 2.0
+# Long enough for busy machines: what a request is given decides, not when it ends. gRPC rounds from 10 s on to seconds.
+TIMEOUT_S = 9.0
 SLOW_S = 0.8
 FEEDS = {"x": np.float32([1.0, 2.0])}
 EXPIRED = failure("HANDLE_EXPIRED", code_pb2.NOT_FOUND)
@@ -106,7 +107,7 @@ class SlowServer(Answering):
             self.given_s.append((str(kind), message.timeout.ToNanoseconds() / 1e9))
             if not self.answers_sessions:
                 # Longer than the client may wait.
-                self.is_over.wait(10)
+                self.is_over.wait(60)
                 return
             answer = session_pb2.RunSessionResponse()
             (answer.started if kind == "start" else answer.assign).SetInParent()
@@ -135,18 +136,18 @@ def test_call_of_map_that_is_repeated_gets_the_rest_of_its_timeout(server: SlowS
         server.given_s.clear()
         server.failures = 1
         assert len(list(program.map([FEEDS], timeout=TIMEOUT_S))) == 1
-    given_s = server.seconds_of("evaluate")
-    left_s = TIMEOUT_S - SLOW_S + 0.1
-    assert [given_s[0] > left_s, given_s[1] < left_s] == [True, True]
+    first_s, second_s = server.seconds_of("evaluate")
+    assert second_s < first_s - SLOW_S + 0.1
 
 
 def test_time_between_results_of_map_does_not_count(server: SlowServer) -> None:
     """The second call fails while the caller works on the first result, for longer than the timeout."""
+    timeout_s = 5.0
     with gr.connect(server.target, stream=False) as client:
-        results = client.program(PROGRAM).map([FEEDS, FEEDS], timeout=TIMEOUT_S)
+        results = client.program(PROGRAM).map([FEEDS, FEEDS], timeout=timeout_s)
         server.failures = 2
         next(results)
-        time.sleep(TIMEOUT_S)
+        time.sleep(timeout_s)
         assert next(results).gradients["x"].tolist() == [1.0, 2.0]
     assert len(server.seconds_of("evaluate")) == 4
 
@@ -169,9 +170,9 @@ def test_vjp_that_repeats_the_forward_pass_gets_the_rest_of_its_timeout(server: 
         handle = client.program(PROGRAM).forward(FEEDS, timeout=TIMEOUT_S)
         server.failures = 1
         handle.vjp()
-    left_s = TIMEOUT_S - SLOW_S + 0.1
     first_s, second_s = server.seconds_of("forward")
-    assert [first_s > left_s, second_s < left_s, server.seconds_of("pull_back")[1] < left_s] == [True] * 3
+    left_s = first_s - SLOW_S + 0.1
+    assert [second_s < left_s, server.seconds_of("pull_back")[1] < left_s] == [True, True]
 
 
 def test_async_vjp_that_repeats_the_forward_pass_gets_the_rest_of_its_timeout(server: SlowServer) -> None:
@@ -213,7 +214,7 @@ def test_call_of_a_session_ends_although_the_server_does_not(
         started = time.monotonic()
         with pytest.raises(gr.errors.DeadlineExceededError, match="the session is closed"):
             session.assign({}, timeout=0.5)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         with pytest.raises(gr.errors.UnavailableError, match="not open"):
             session.assign({})
 
@@ -230,7 +231,7 @@ def test_call_of_an_async_session_ends_although_the_server_does_not(
             started = time.monotonic()
             with pytest.raises(gr.errors.DeadlineExceededError, match="the session is closed"):
                 await session.assign({}, timeout=0.5)
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 30
             with pytest.raises(gr.errors.UnavailableError, match="not open"):
                 await session.assign({})
 
