@@ -173,7 +173,7 @@ def test_upload_that_a_proxy_accepts_without_storing_it_is_refused(
 
 
 def test_of_registries_that_claim_a_bucket_at_once_one_succeeds(bucket: str, s3_environment: None) -> None:
-    assert claims_at_once(lambda: open_object_store(f"s3://{bucket}/x")) == ["ada"]
+    assert len(claims_at_once(lambda: open_object_store(f"s3://{bucket}/x"))) == 1
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
@@ -188,4 +188,4 @@ def test_of_registries_that_claim_a_bucket_without_conditional_writes_at_once_on
         return await call(self, method, *arguments, **options)
 
     monkeypatch.setattr(_FileSystem, "_call_s3", unconditional)
-    assert claims_at_once(lambda: open_object_store(f"s3://{bucket}/x")) == ["grace"]
+    assert len(claims_at_once(lambda: open_object_store(f"s3://{bucket}/x"))) == 1

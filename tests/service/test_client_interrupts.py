@@ -37,11 +37,12 @@ _INTERRUPTS = """
 draw = random.Random(1)
 for _ in range(60):
     try:
-        signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.001, 0.03))
+        # Again: Python only prints exceptions within finalizers.
+        signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.001, 0.03), 2)
         while True:
             program.evaluate({"x": VALUE})
     except KeyboardInterrupt:
-        pass
+        signal.setitimer(signal.ITIMER_REAL, 0)
     # Answers come to other threads only if the main thread holds no lock.
     other = threading.Thread(target=program.evaluate, args=({"x": small},), daemon=True)
     other.start()
@@ -59,9 +60,10 @@ def call(*_):
         handle.vjp()
     except UnsupportedError as refusal:
         done.append(refusal)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
 
 signal.signal(signal.SIGALRM, call)
-signal.setitimer(signal.ITIMER_REAL, 0.05, 0.02)
+signal.setitimer(signal.ITIMER_REAL, 0.05)
 until = time.monotonic() + 2
 while time.monotonic() < until:
     for value in (small, large):
@@ -104,6 +106,29 @@ assert len(seen) == 2
 """
 
 
+_FORK = """
+import os
+stop = threading.Event()
+
+def call():
+    while not stop.is_set():
+        program.evaluate({"x": small})
+
+threads = [threading.Thread(target=call) for _ in range(6)]
+for thread in threads:
+    thread.start()
+while len(client._channel.guard._threads_in_grpc) + len(client._channel.guard._threads) < 6:
+    time.sleep(0.01)
+child = os.fork()
+if not child:
+    # These threads are not in the child, where new ones may get their ids.
+    os._exit(len(client._channel.guard._threads | client._channel.guard._threads_in_grpc))
+_, status = os.waitpid(child, 0)
+stop.set()
+assert status == 0
+"""
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -112,8 +137,12 @@ assert len(seen) == 2
         _CALLS_IN_HANDLER,
         _SESSION_IN_HANDLER,
         _SESSION_IN_PROGRESS,
+        _FORK,
     ],
-    ids=["small calls", "large calls", "calls in a handler", "a session in a handler", "a session in its progress"],
+    ids=[
+        *("small calls", "large calls", "calls in a handler", "a session in a handler", "a session in its progress"),
+        "a fork",
+    ],
 )
 def test_no_call_waits_for_ever_after_or_in(server: RunningServer, script: str) -> None:
     done = subprocess.run(

@@ -459,7 +459,7 @@ def test_memory_of_another_tenant_or_of_a_closed_client_is_unknown(guarded: Guar
         attached = owner._memory._attached
         assert attached is not None
         with guarded.connect("memory-thief") as thief:
-            stolen = PlainCaller(thief._channel, thief._metadata)
+            stolen = PlainCaller(thief._channel._channel, thief._metadata)
             theirs = compiled(thief).name
             use = {"memory": attached.name, "request_bytes": 4096}
             with refused_raw("SHARED_MEMORY_LOST"):

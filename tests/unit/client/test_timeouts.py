@@ -155,7 +155,7 @@ def test_time_between_results_of_map_does_not_count(server: SlowServer) -> None:
 def test_call_that_uploads_blobs_gets_the_rest_of_its_timeout(server: SlowServer) -> None:
     server.status, server.details = (grpc.StatusCode.NOT_FOUND, "no blob"), missing_blob()
     server.failures = 1
-    blob = gr.Blob(np.zeros(1 << 18, np.float32))
+    blob = gr.Blob(np.zeros(1 << 16, np.float32))
     upload_s = 0.25
     with gr.connect(server.target, stream=False) as client:
         client.program(PROGRAM).evaluate({"x": blob}, timeout=TIMEOUT_S)
@@ -195,7 +195,7 @@ def graph() -> gr.Graph:
 def test_session_that_uploads_blobs_starts_within_its_timeout(server: SlowServer) -> None:
     """The upload takes longer than it adds to the timeout."""
     g = graph()
-    w = gr.Blob(np.ones(1 << 18, np.float32))
+    w = gr.Blob(np.ones(1 << 16, np.float32))
     with (
         gr.connect(server.target, timeout=TIMEOUT_S, compile_timeout=0.0) as client,
         client.session(g, variables={"w": w}),

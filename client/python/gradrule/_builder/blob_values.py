@@ -24,8 +24,8 @@ MAX_INLINE_VALUE = 4 << 10
 MAX_INLINE_GRAPH = 1 << 20
 
 _PIECE_BYTES = 1 << 20
-# Time that an upload adds to the timeout of a call.
-_SECONDS_PER_BYTE = 1 / (4 << 20)
+SECONDS_PER_BYTE = 1 / (1 << 20)
+"""Time that an upload adds to the timeout of a call."""
 
 
 class Blob:
@@ -83,7 +83,7 @@ class Upload:
     @property
     def additional_s(self) -> float:
         """Seconds that the upload adds to the timeout of its call."""
-        return len(self.data) * _SECONDS_PER_BYTE
+        return len(self.data) * SECONDS_PER_BYTE
 
 
 def digest(data: Data) -> str:

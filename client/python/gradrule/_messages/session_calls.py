@@ -96,6 +96,7 @@ class SessionBase:
         self._source = request_messages.Source(self._graph, self._type_of, spec)
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers: dict[str, int] = {}
+        self._state_bytes = 0
         # Number of completed steps.
         self._steps = 0
         self._progress = options.progress
@@ -129,6 +130,7 @@ class SessionBase:
         self._specs = call_results.specs(answer.variables)
         self._numbers = {bare(spec.name): spec.dtype for spec in answer.variables}
         self._steps = answer.step
+        self._state_bytes = answer.size_bytes
 
     def _step(
         self,

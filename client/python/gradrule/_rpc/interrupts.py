@@ -8,6 +8,8 @@ lock is never released, and the thread of gRPC that delivers all answers waits f
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,18 +21,35 @@ from gradrule.errors import UnsupportedError
 
 R = TypeVar("R")
 _REENTRANT = type(threading.RLock())
+_NOT_LOCKED = "un-acquired lock"
+_guards: weakref.WeakSet[CallGuard] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    for guard in _guards:
+        guard.forget_threads()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 class CallGuard:
     """Runs the functions of one channel. Releases the locks that they leave locked, and refuses nested streams."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self._threads: set[int] = set()
-        self._threads_in_grpc: set[int] = set()
+        self.forget_threads()
         # Weak references by id(). No set of them: other threads change it while one goes through it.
         self._locks: dict[int, weakref.ref[threading.Condition]] = {}
         for lock in _locks_of_channel(channel):
             self._add(lock)
+
+        _guards.add(self)
+
+    def forget_threads(self) -> None:
+        """Forgets which threads run calls. In a forked process there are none, and new threads may get their ids."""
+        self._threads: set[int] = set()
+        self._threads_in_grpc: set[int] = set()
 
     @property
     def is_running(self) -> bool:
@@ -76,6 +95,7 @@ class CallGuard:
         if thread in self._threads_in_grpc:
             # The locks belong to the interrupted call.
             return function(*arguments, **named)
+        handled = sys.exc_info()[1]
         try:
             self._threads_in_grpc.add(thread)
             return function(*arguments, **named)
@@ -83,7 +103,7 @@ class CallGuard:
             # At once: the client takes other locks of gRPC while it handles the exception.
             self._release_locks()
             interrupt = failure.__context__
-            if isinstance(failure, RuntimeError) and interrupt is not None:
+            if type(failure) is RuntimeError and _NOT_LOCKED in str(failure) and interrupt not in (None, handled):
                 # A condition that was interrupted in `wait` cannot be released.
                 raise interrupt from None
             raise
@@ -91,6 +111,10 @@ class CallGuard:
             self._threads_in_grpc.discard(thread)
 
     def _release_locks(self) -> None:
+        # Python runs signal handlers in the main thread only. Another one may be a thread of gRPC, in which the garbage
+        # collector has called a finalizer: its locks are its own.
+        if threading.current_thread() is not threading.main_thread():
+            return
         for reference in list(self._locks.values()):
             lock: Any = reference()
             while lock is not None and lock._is_owned():

@@ -76,7 +76,11 @@ class SessionStream:
         self._call = channel.stream_stream(METHOD)(iter(self._messages.get, None), metadata=metadata)
         # The thread must not keep a stream that nothing else refers to.
         monitor = threading.Thread(target=_end_late_stream, args=(weakref.ref(self), self._has_ended), daemon=True)
-        monitor.start()
+        try:
+            monitor.start()
+        except BaseException:
+            self.close()
+            raise
 
     def exchange(self, message: bytes, seconds: float) -> bytes:
         """Sends a message and returns the answer.

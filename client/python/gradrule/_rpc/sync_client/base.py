@@ -85,7 +85,7 @@ class ClientBase:
             value: A graph, a graph's bytes, an array or list of numbers, or a `Blob`.
             progress: A function that gets a `gr.ProgressReport` for each part that was sent; True: a bar, if standard
                 error is a terminal or this is a notebook.
-            timeout: Seconds, plus one for every 4 MiB; default: that of `connect`.
+            timeout: Seconds, plus one for every MiB; default: that of `connect`.
 
         Returns:
             The SHA-256 of its bytes, in hex.

@@ -400,8 +400,9 @@ class Session(SessionBase):
                 raise closed_error(self._client.target) from cause
         assert self._stream is not None
         try:
-            # Servers answer late requests themselves, so one that does not hangs.
-            answer = self._stream.exchange(data, seconds + stream_messages.GRACE_S)
+            # Servers answer late requests themselves, so one that does not hangs. They do not count transfers.
+            transfer_s = (len(data) + self._state_bytes) * blob_values.SECONDS_PER_BYTE
+            answer = self._stream.exchange(data, seconds + transfer_s + stream_messages.GRACE_S)
         except StreamLostError as lost:
             raise self._ended(call, lost.cause) from None
         except TimeoutError:
