@@ -37,6 +37,7 @@ class SlowServer(Answering):
         self.status = (grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
         self.details: tuple[tuple[str, bytes], ...] = ()
         self.answers_sessions = True
+        self.session_bytes = 0
         self.is_over = threading.Event()
 
     def stop(self) -> None:
@@ -110,7 +111,10 @@ class SlowServer(Answering):
                 self.is_over.wait(60)
                 return
             answer = session_pb2.RunSessionResponse()
-            (answer.started if kind == "start" else answer.assign).SetInParent()
+            if kind == "start":
+                answer.started.size_bytes = self.session_bytes
+            else:
+                answer.assign.SetInParent()
             yield answer.SerializeToString()
 
 
@@ -217,6 +221,19 @@ def test_call_of_a_session_ends_although_the_server_does_not(
         assert time.monotonic() - started < 30
         with pytest.raises(gr.errors.UnavailableError, match="not open"):
             session.assign({})
+
+
+def test_call_of_a_session_has_time_to_transfer_its_variables(
+    server: SlowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_messages, "GRACE_S", 0.0)
+    server.session_bytes = 2 << 20
+    with gr.connect(server.target) as client, client.session(graph()) as session:
+        server.answers_sessions = False
+        started = time.monotonic()
+        with pytest.raises(gr.errors.DeadlineExceededError):
+            session.assign({}, timeout=0.5)
+        assert time.monotonic() - started > 2.4
 
 
 def test_call_of_an_async_session_ends_although_the_server_does_not(
