@@ -14,8 +14,10 @@ from gradrule_server.engine.code_rules.target import Dependence, RuleTarget
 from tests.rules.code_cases import SALT, Case
 from tests.rules.code_layers import Array, Build
 
-# Relative to the largest expected element.
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
+# Relative to the largest expected element. 16-bit types are calculated in float32 and rounded once.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2**-11 + 1e-4, "bfloat16": 2**-8 + 1e-4}
+# TensorFlow's own gradients for 16-bit types: kernels differ in how often they round.
+_OF_KERNELS = {**TOLERANCES, "float16": 0.02, "bfloat16": 0.1}
 
 
 def site_of(build: Build, operands: Sequence[tf.Tensor]) -> RuleTarget:
@@ -127,13 +129,12 @@ def check(case: Case, results: Sequence[Array | None], operands: Sequence[Array]
     """Asserts that each gradient is present or None as expected, with its operand's dtype and close values."""
     exact: Any = np.complex128 if operands[0].dtype.kind == "c" else np.float64
     wanted = case.expected([v.astype(exact) for v in operands], [v.astype(exact) for v in dys])
-    for result, want, operand in zip(results, wanted, operands, strict=True):
+    for index, (result, want, operand) in enumerate(zip(results, wanted, operands, strict=True)):
         assert (result is None) == (want is None)
         if result is None or want is None:
             continue
         assert result.dtype == operand.dtype
         assert result.shape == want.shape == operand.shape
         scale = max(1.0, float(np.abs(want).max(initial=0.0)))
-        np.testing.assert_allclose(
-            result.astype(exact), want, rtol=0, atol=scale * TOLERANCES[operand.real.dtype.name], equal_nan=False
-        )
+        tolerance = (_OF_KERNELS if case.only_data and index else TOLERANCES)[operand.real.dtype.name]
+        np.testing.assert_allclose(result.astype(exact), want, rtol=0, atol=scale * tolerance, equal_nan=False)

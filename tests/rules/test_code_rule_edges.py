@@ -248,6 +248,17 @@ def test_rule_is_calculated_in_float32(rule: str, scale: float, params: dict[str
         np.testing.assert_allclose(found.astype(np.float32), wanted, rtol=1.001 * rounding)
 
 
+@pytest.mark.parametrize(("dtype", "ulp"), [("float16", 2.0**-10), ("bfloat16", 2.0**-7)])
+def test_rescale_near_the_baseline_is_the_slope(dtype: str, ulp: float) -> None:
+    """Of two tanh's that are rounded to 16 bits, the difference has no correct digit."""
+    case, baseline = case_of("deeplift_rescale", "tanh"), 1.5
+    x = (baseline + ulp * np.arange(1, 9)[np.newaxis]).astype(tf.as_dtype(dtype).as_numpy_dtype)
+    found = first_gradient(evaluate(case, [x], [np.ones_like(x)], params={"baseline": baseline, "eps": 1e-7}))
+    change = x.astype(np.float64) - baseline
+    wanted = (np.tanh(x.astype(np.float64)) - np.tanh(baseline)) / change
+    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=1.5 * ulp / 2)
+
+
 # Feedback alignment
 
 

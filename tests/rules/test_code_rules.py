@@ -18,6 +18,8 @@ ON_CPU = [case for case in CASES if not case.only_xla]
 _TELLING = ("matmul_bias_broadcasts", "batch_matmul_adj", "conv2d_same_strides_biasadd", "depthwise_biasadd")
 FEW = [case for case in ON_CPU if case.label in _TELLING or case.rule not in LAYER_RULES]
 
+_BIASED_CONVOLUTIONS = ("conv2d_same_strides_biasadd", "conv2d_explicit_add", "depthwise_biasadd")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def unoptimized_graphs() -> Iterator[None]:
@@ -53,10 +55,9 @@ def test_lrp_norm_rounds_once(label: str, dtype: str) -> None:
     small = operands[0].dtype.type(2.0**-10)
     operands = [operand * small for operand in operands]
     found = evaluate(case, operands, dys, params={"eps": 0.0})
-    # The output of the op is rounded to 16 bits before the rule sees it.
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        y = session.run(case.build(*map(tf.constant, operands))[-1].outputs[0]).astype(np.float64)
-    ratio = dys[0].astype(np.float64) / y
+        exact = [tf.constant(operand, tf.float64) for operand in operands]
+        ratio = dys[0].astype(np.float64) / session.run(case.build(*exact)[-1].outputs[0])
     assert np.abs(ratio).max() > 1000
     for operand, got in zip(operands, found, strict=True):
         assert got is not None
@@ -66,6 +67,52 @@ def test_lrp_norm_rounds_once(label: str, dtype: str) -> None:
 
 
 _HALF_ULP = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def _nearly_zero(label: str, dtype: str) -> list[Any]:
+    """Returns operands of a layer whose Wx is slightly below 1, but 1 in 16 bits, and whose bias is -1."""
+    case = next(case for case in CASES if case.label == label)
+    x, w, b = (np.zeros(value.shape, tf.as_dtype(dtype).as_numpy_dtype) for value in case.operands)
+    if label.startswith("matmul"):
+        taken = np.moveaxis(x, 0 if "_ta" in label else 1, 0)
+        w[...] = 1
+    else:
+        # Each output takes two neighbours of a row.
+        taken = np.moveaxis(x, 2, 0)
+        w[0, :2, : None if label.startswith("depthwise") else 1] = 1
+    taken[0::2], taken[1::2] = 1, -_HALF_ULP[dtype] / 4
+    if label.startswith("matmul"):
+        taken[2:] = 0
+    b[...] = -1
+    return [x, w, b]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("label", ["matmul_tb_biasadd", "matmul_ta_tb_add", *_BIASED_CONVOLUTIONS])
+@pytest.mark.parametrize("rule", ["lrp_epsilon", "lrp_0", "lrp_gamma"])
+def test_sum_near_zero_keeps_its_sign(rule: str, label: str, dtype: str) -> None:
+    """The op's own output is 0 there; a kernel that rounds Wx to 16 bits before it adds the bias makes it so."""
+    case = next(case for case in CASES if (case.rule, case.label) == (rule, label))
+    # Small, so that no quotient overflows.
+    operands, dys = _nearly_zero(label, dtype), [np.abs(dy) / 16 for dy in given(case, dtype)[1]]
+    check(case, evaluate(case, operands, dys), operands, dys)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_second_derivative_of_16_bits_is_that_of_the_formula(dtype: str) -> None:
+    """The rule's own y is a constant for TensorFlow; its derivative is that of the output."""
+    case = next(case for case in CASES if (case.rule, case.label) == ("lrp_epsilon", "matmul_tb_biasadd"))
+
+    def again(results: list[tf.Tensor], operands: Sequence[tf.Tensor]) -> Any:
+        return tf.gradients(results, list(operands), [tf.ones_like(result) for result in results])
+
+    operands, dys = given(case, dtype)
+    found = evaluate(case, operands, dys, then=again)
+    exact = [[v.astype(np.float64) for v in values] for values in (operands, dys)]
+    for got, wanted in zip(found, evaluate(case, *exact, then=again), strict=True):
+        assert got is not None
+        assert wanted is not None
+        np.testing.assert_allclose(got.astype(np.float64), wanted, atol=0.02 * np.abs(wanted).max())
 
 
 def _spread(label: str, ratio: Any, shape: tuple[int, ...]) -> Any:

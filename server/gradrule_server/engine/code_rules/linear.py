@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.code_rules.target import RuleTarget, dense, not_applicable, wide
+from gradrule_server.engine.code_rules.target import RuleTarget, dense, not_applicable, repeated, unrounded, wide
 from gradrule_server.policy.op_tables import input_numbers, ops_with
 
 Params = Mapping[str, tf.Tensor]
@@ -72,8 +72,8 @@ class Linear:
 
     Attributes:
         op: The linear op of the forward graph.
-        x, w, bias, y: Data, weights, bias (or None) and output; in float32 if the target's type has 16 bits, as
-            what rules divide by is often so small that the quotient overflows float16.
+        x, w, bias: Data, weights and bias (or None); in float32 if the target's type has 16 bits, as what rules divide
+            by is often so small that the quotient overflows float16.
         w_operand: The number of the op's input that holds the weights.
     """
 
@@ -120,20 +120,30 @@ class Linear:
         if self._bias_add is not None:
             self._sum_operand = _place(self._bias_add.inputs, before)
             self.bias = self._input(self._bias_add.inputs[1 - self._sum_operand])
-        self.y = tf.cast(target.outputs[0], self.dtype)
+        self._output = target.outputs[0]
+
+    @cached_property
+    def given(self) -> Applied:
+        """The layer, without the bias, applied to its own data."""
+        return self.apply(self.x, self.w)
+
+    @cached_property
+    def y(self) -> tf.Tensor:
+        """The output, with the bias, in the type of the calculation."""
+        return unrounded(self._output, lambda: self.add_bias(self.given.output, tf.identity))
 
     def apply(self, x: tf.Tensor, w: tf.Tensor) -> Applied:
         """Applies the layer, without the bias, to other data and weights of the same shapes."""
         value, path = x, []
         for padding in self._paddings:
-            value = _repeated(padding, [value, *list(padding.inputs)[1:]], self.dtype)
+            value = repeated(padding, [value, *list(padding.inputs)[1:]])
             path.append((value.op, 0))
         operands = list(self.op.inputs)
         operands[self._data_operand], operands[self.w_operand] = value, w
-        value = _repeated(self.op, operands, self.dtype)
+        value = repeated(self.op, operands)
         path.append((value.op, self._data_operand))
         for move in self._moves:
-            value = _repeated(move, [value, *list(move.inputs)[1:]], self.dtype)
+            value = repeated(move, [value, *list(move.inputs)[1:]])
             path.append((value.op, 0))
         return Applied(x, value, path)
 
@@ -142,7 +152,7 @@ class Linear:
         if self._bias_add is None or self.bias is None:
             return z
         operands = [z, change(self.bias)]
-        return _repeated(self._bias_add, operands[:: -1 if self._sum_operand else 1], self.dtype)
+        return repeated(self._bias_add, operands[:: -1 if self._sum_operand else 1])
 
     def cast(self, value: tf.Tensor) -> tf.Tensor:
         """Casts an upstream gradient or a param to the type of the calculation."""
@@ -200,18 +210,6 @@ def positive(value: tf.Tensor) -> tf.Tensor:
 def negative(value: tf.Tensor) -> tf.Tensor:
     """Returns v⁻ = min(v, 0)."""
     return tf.minimum(value, tf.zeros([], value.dtype))
-
-
-def _repeated(op: tf.Operation, inputs: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
-    """Adds the op with other inputs, of type `dtype`, to the current graph; `op` may belong to an outer graph.
-
-    Attributes with an underscore are left out: among them is the one that would make gradrule ask for a rule again.
-    """
-    attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
-    attributes["T"] = attr_value_pb2.AttrValue(type=dtype.as_datatype_enum)
-    graph = tf.compat.v1.get_default_graph()
-    operands = [tf_private.in_graph(graph, value) for value in inputs]
-    return graph.create_op(op.type, operands, attrs=attributes).outputs[0]
 
 
 def _sum_to(r: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
@@ -294,11 +292,10 @@ def lrp_zbox(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Se
     """
     linear = Linear(target, "lrp_zbox")
     low, high = (tf.broadcast_to(linear.cast(params[name]), tf.shape(linear.x)) for name in ("low", "high"))
-    given = linear.apply(linear.x, linear.w)
     lowest = linear.apply(low, positive(linear.w))
     highest = linear.apply(high, negative(linear.w))
-    u = _ratio(linear.cast(dys[0]), given.output - lowest.output - highest.output, linear.cast(params["eps"]))
-    return linear.only_data(given.relevance(u) - lowest.relevance(u) - highest.relevance(u))
+    u = _ratio(linear.cast(dys[0]), linear.given.output - lowest.output - highest.output, linear.cast(params["eps"]))
+    return linear.only_data(linear.given.relevance(u) - lowest.relevance(u) - highest.relevance(u))
 
 
 def lrp_wsquare(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
@@ -328,34 +325,26 @@ def lrp_norm(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Se
 
     For Add, AddV2, AddN, AvgPool, Mean, Sum: zennit, Norm. vjp is the op's own gradient.
     """
-    y = target.outputs[0]
+    y, op = target.outputs[0], target.op
     dtype = wide(y.dtype)
-    ratio = _ratio(*(tf.cast(value, dtype) for value in (dys[0], y, params["eps"])))
+    dy, eps = tf.cast(dys[0], dtype), tf.cast(params["eps"], dtype)
+    if dtype == y.dtype or op is None:
+        # A subgraph keeps its types, because its ops may convert them.
+        own = target.own_gradients([tf.cast(_ratio(dy, tf.cast(y, dtype), eps), y.dtype)])
+    else:
+        again = repeated(op, target.inputs)
+        gradient = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+        found = gradient(again.op, _ratio(dy, unrounded(y, lambda: again), eps))
+        own = found if isinstance(found, (list, tuple)) else [found]
     # The quotient overflows where y is 0; inputs are usually 0 there, and get 0.
     return [
         None if gradient is None else tf.cast(tf.math.multiply_no_nan(gradient, tf.cast(x, gradient.dtype)), x.dtype)
-        for x, gradient in zip(target.inputs, _vjp(target, ratio), strict=True)
+        for x, gradient in zip(target.inputs, map(dense, own), strict=True)
     ]
 
 
-def _vjp(target: RuleTarget, r: tf.Tensor) -> Sequence[tf.Tensor | None]:
-    """Returns the own gradients of an op for `r` at its output, in the type of `r`.
-
-    An op of a 16-bit type is repeated in float32. A subgraph keeps its types, because its ops may convert them.
-    """
-    y = target.outputs[0]
-    if r.dtype == y.dtype or target.op is None:
-        found = target.own_gradients([tf.cast(r, y.dtype)])
-    else:
-        operands = [tf.cast(x, r.dtype) if x.dtype == y.dtype else x for x in target.inputs]
-        gradient = cast("tf_private.GradientFunction", tf_private.gradient_of(target.op.type))
-        own = gradient(_repeated(target.op, operands, r.dtype).op, r)
-        found = own if isinstance(own, (list, tuple)) else [own]
-    return [dense(gradient) for gradient in found]
-
-
 def _epsilon(linear: Linear, r: tf.Tensor, eps: tf.Tensor) -> Sequence[tf.Tensor | None]:
-    return linear.only_data(linear.apply(linear.x, linear.w).relevance(_ratio(r, linear.y, eps)))
+    return linear.only_data(linear.given.relevance(_ratio(r, linear.y, eps)))
 
 
 def _by_sign(

@@ -7,7 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradrule_server.engine.code_rules.target import RuleTarget, dense, not_applicable, require_elementwise, wide
+from gradrule_server.engine.code_rules.target import (
+    RuleTarget,
+    dense,
+    not_applicable,
+    repeated,
+    require_elementwise,
+    unrounded,
+    wide,
+)
 
 
 def rectgrad(
@@ -54,9 +62,11 @@ def deeplift_rescale(
     def widened(value: tf.Tensor) -> tf.Tensor:
         return tf.cast(value, wide(dtype))
 
-    x, y, dy = widened(target.inputs[0]), widened(target.outputs[0]), widened(dys[0])
-    x_change = x - widened(target.reference(op.inputs[0], params["baseline"]))
-    y_change = y - widened(target.reference(op.outputs[0], params["baseline"]))
+    x, dy = widened(target.inputs[0]), widened(dys[0])
+    x0, y0 = (target.reference(value, params["baseline"]) for value in (op.inputs[0], op.outputs[0]))
+    x_change = x - widened(x0)
+    y = unrounded(target.outputs[0], lambda: repeated(op, [target.inputs[0]]))
+    y_change = widened(y) - widened(unrounded(y0, lambda: repeated(op, [x0])))
     near = tf.abs(x_change) <= widened(params["eps"])
     own = dense(target.own_gradients([dys[0]])[0])
     default = tf.zeros_like(x) if own is None else widened(own)

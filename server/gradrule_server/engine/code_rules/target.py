@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import TypeAlias
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine import tf_private
 from gradrule_server.errors import GradruleError, error
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
@@ -137,6 +139,34 @@ def require_elementwise(target: RuleTarget, rule: str) -> None:
 def wide(dtype: tf.DType) -> tf.DType:
     """Returns the type to calculate in: float32 for 16-bit types, whose quotients and squares overflow or underflow."""
     return tf.float32 if dtype in _HALF_TYPES else dtype
+
+
+def repeated(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Adds the op with other inputs to the current graph, in `wide` types; `op` may belong to an outer graph.
+
+    Attributes with an underscore are left out: among them is the one that would make gradrule ask for a rule again.
+    """
+    attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+    for name, value in attributes.items():
+        if value.type:
+            attributes[name] = attr_value_pb2.AttrValue(type=wide(tf.as_dtype(value.type)).as_datatype_enum)
+    graph = tf.compat.v1.get_default_graph()
+    operands = [tf_private.in_graph(graph, value) for value in inputs]
+    widened = [tf.cast(value, wide(value.dtype)) for value in operands]
+    return graph.create_op(op.type, widened, attrs=attributes).outputs[0]
+
+
+def unrounded(y: tf.Tensor, again: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Returns an output in its `wide` type, for rules that divide by it, take its sign, or subtract another output.
+
+    Where terms cancel, rounding to 16 bits changes such results a lot, and kernels round differently. So the value of a
+    16-bit `y` is that of `again`, which calculates it in the wide type. Its derivative is that of y: a second
+    differentiation then reaches the rule.
+    """
+    if wide(y.dtype) == y.dtype:
+        return y
+    zero = tf.where(tf.math.is_finite(y), y - tf.stop_gradient(y), tf.zeros_like(y))
+    return tf.stop_gradient(again()) + tf.cast(zero, wide(y.dtype))
 
 
 def dense(gradient: Gradient) -> tf.Tensor | None:
