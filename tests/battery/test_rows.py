@@ -30,14 +30,14 @@ from tests.battery import (
 from tests.battery.bomb_graphs import BOMBS, GROWING
 from tests.battery.figures import Figures, Scale
 from tests.battery.serving import data_folder, served
-from tests.service.harmful_graphs import CRASHES, HANGS
+from tests.service.harmful_graphs import CRASHES, FAILED_CHECK, HANGS
 from tests.service.servers import RunningServer
 
 INTERLEAVINGS = 2_000
 KILLS = 10
 LARGE_INPUTS = ("150,000 nodes", "1,000,000 dimensions", "a name of 8 MiB", "a gradient of 800 regions")
 # Crashes by a failed check, by a signal and by memory; hangs in a loop and in Grappler's constant folding.
-KINDS_OF_CRASHES = {"Conv2D", "IRFFT", "TensorListReserve"}
+KINDS_OF_CRASHES = {FAILED_CHECK.name, "IRFFT", "TensorListReserve"}
 KINDS_OF_HANGS = {"While", "StringJoin"}
 SOAK_S = 15.0
 ATTACK_S = 1.0

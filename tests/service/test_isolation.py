@@ -21,7 +21,7 @@ from tests.service import loop_graphs, raw
 from tests.service.answers import assert_close, refused
 from tests.service.graph_defs import sign_graph
 from tests.service.guarded import Guarded
-from tests.service.harmful_graphs import CRASHES
+from tests.service.harmful_graphs import FAILED_CHECK
 from tests.service.streams import error_reason
 from tests.waiting import wait_until
 
@@ -70,7 +70,7 @@ def step(session: Any) -> int:
 
 def crashing(number: int) -> Any:
     """Makes a graph that crashes its engine and differs from all earlier ones."""
-    graph = CRASHES[0].build()
+    graph = FAILED_CHECK.build()
     graph.node.add(name=f"copy-{number}", op="NoOp")
     return graph
 
@@ -111,7 +111,7 @@ def test_crashing_graphs_harm_neither_others_nor_the_tenants_own_sessions(
         before = engines_of(names[1])
         for number in range(_STORM):
             with refused("ENGINE_CRASHED"):
-                ada.evaluate(crashing(number), feeds=CRASHES[0].feeds, fetches=["y"], timeout=60.0)
+                ada.evaluate(crashing(number), feeds=FAILED_CHECK.feeds, fetches=["y"], timeout=60.0)
         # The tenant's other calls are run again on another engine.
         assert ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, 1.0]
         assert step(own) == 2

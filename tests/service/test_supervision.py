@@ -21,7 +21,7 @@ from tests.processes import engines, processor_s
 from tests.service import loop_graphs
 from tests.service.answers import provokes, refused
 from tests.service.graph_defs import build_graph_def, placeholder, sign_graph
-from tests.service.harmful_graphs import CRASHES, HANGS, HarmfulGraph
+from tests.service.harmful_graphs import CRASHES, FAILED_CHECK, HANGS, HarmfulGraph
 from tests.service.servers import RunningServer, running_server
 from tests.waiting import wait_until
 
@@ -31,7 +31,7 @@ _LIMIT = "3GiB"
 WHOLE = bool(os.environ.get("GRADRULE_WHOLE_CORPUS"))
 """Whether each graph of the corpus is tried, and not only one of each kind."""
 
-_KINDS_OF_CRASHES = {"Conv2D", "TensorListReserve"}
+_KINDS_OF_CRASHES = {FAILED_CHECK.name, "TensorListReserve"}
 _KINDS_OF_HANGS = {"While", "calls", "Const"}
 
 _REFUSED = {"LIMIT_EXCEEDED", "INVALID_GRAPH", "OP_NOT_ALLOWED", "MEMORY_EXCEEDED", "MESSAGE_TOO_LARGE"}
