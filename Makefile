@@ -38,7 +38,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers test-console test-bridges cluster-test postgres nginx kubectl placement lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-kernels test-models test-peers test-console test-bridges cluster-test postgres nginx kubectl placement lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -52,11 +52,15 @@ check: $(VENV)/.installed ## run the quick tests: units, contracts, rules; 2 min
 test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these and all tests with servers, including the Node client's; 15 minutes on two cores
 	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these, a sample of the battery, the tests of the benchmarks, and large models
-	$(PYTEST) tests --ignore=tests/bridges --ignore=tests/cluster $(ARGS)
+test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these with larger samples, a sample of the battery, the tests of the benchmarks, and large models
+	GRADRULE_WHOLE_SAMPLES=1 $(PYTEST) tests --ignore=tests/bridges --ignore=tests/cluster $(ARGS)
 
 test-general: $(VENV)/.installed ## run the tests of calls with every fast path off (docs/guide/operating.md); ARGS selects other files
 	GRADRULE_DISABLED_FAST_PATHS=all $(PYTEST) $(or $(ARGS),tests/service)
+
+test-kernels: $(VENV)/.installed ## run the tests of rules with kernels that processors without AVX-512 get, and without oneDNN's
+	GRADRULE_WHOLE_SAMPLES=1 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) tests/rules $(ARGS)
+	GRADRULE_WHOLE_SAMPLES=1 TF_ENABLE_ONEDNN_OPTS=0 $(PYTEST) tests/rules $(ARGS)
 
 test-models: $(VENV)/.installed ## compare whole models with local TensorFlow; writes docs/reference/model-comparison.md
 	$(VENV)/bin/python -m pytest tests/models --models-page docs/reference/model-comparison.md $(ARGS)

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.processes import engines, processor_s
+from tests.samples import WHOLE
 from tests.service import loop_graphs
 from tests.service.answers import provokes, refused
 from tests.service.graph_defs import build_graph_def, placeholder, sign_graph
@@ -27,9 +28,6 @@ from tests.waiting import wait_until
 
 _QUARANTINE_S = 5.0
 _LIMIT = "3GiB"
-
-WHOLE = bool(os.environ.get("GRADRULE_WHOLE_CORPUS"))
-"""Whether each graph of the corpus is tried, and not only one of each kind."""
 
 _KINDS_OF_CRASHES = {FAILED_CHECK.name, "TensorListReserve"}
 _KINDS_OF_HANGS = {"While", "calls", "Const"}

@@ -26,6 +26,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import prepare
 from gradrule_server.preparation.references import ResolvedRule
 from gradrule_server.rules import RuleContent
+from tests.samples import size
 from tests.service.graph_defs import load_graph
 from tests.service.nested_cases import REGISTERED, REGISTERED_EXPRESSION, case
 from tests.service.nested_graphs import graph_def
@@ -82,7 +83,7 @@ def _assert_equal(graph: Any, words: ProgramArguments) -> Any:
     return found
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(size(6, 12)))
 def test_functions_loops_and_branches(number: int) -> None:
     item = case(number)
     arguments = {key: value for key, value in item.arguments().items() if key not in ("feeds", "params")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 
 from gradrule_gateway import decoding, encoding, json_text
 from gradrule_gateway.problems import Problem
+from tests.samples import size
 from tests.unit.gateway.messages import message_types, messages
 
 TYPES = message_types()
-quick = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+quick = settings(max_examples=size(4, 20), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def decoded(kind: Any, value: Any) -> Any:
@@ -52,22 +54,26 @@ def test_the_compact_forms_are_read_back(kind: Any, data: st.DataObject) -> None
         assert decoded(kind, json.loads(text)) == message
 
 
+@cache
+def objects(kind: Any) -> st.SearchStrategy[Any]:
+    """Returns a strategy for JSON objects, with names of the message's fields and others."""
+    names = [field.json_name for field in kind.fields] + ["values", "base64", "dtype", "shape", "dense"]
+    leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+    return st.dictionaries(
+        st.sampled_from(names),
+        st.recursive(
+            leaves,
+            lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(names) | st.text(), inner),
+            max_leaves=8,
+        ),
+    )
+
+
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 @quick
 @given(data=st.data())
 def test_any_json_is_a_message_or_a_problem(kind: Any, data: st.DataObject) -> None:
-    names = [field.json_name for field in kind.fields] + ["values", "base64", "dtype", "shape", "dense"]
-    leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-    value = data.draw(
-        st.dictionaries(
-            st.sampled_from(names),
-            st.recursive(
-                leaves,
-                lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(names) | st.text(), inner),
-                max_leaves=8,
-            ),
-        )
-    )
+    value = data.draw(objects(kind))
     try:
         decoded(kind, value)
     except Problem as problem:
