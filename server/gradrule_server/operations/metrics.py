@@ -157,6 +157,7 @@ class Metrics:
         self.tenants = tenants or TenantLabels()
         self._requests = _counter("requests", "Ended requests by reason; OK for success.", "rpc", "reason")
         self._tenant_requests = _counter("tenant_requests", "Requests by tenant and outcome.", "tenant", "outcome")
+        self._calls = _counter("calls", "Ended calls of Evaluate by code path.", "path")
         self._received = _counter("received_bytes", "Bytes of requests.", "rpc")
         self._sent = _counter("sent_bytes", "Bytes of answers.", "rpc")
         self._hits = _counter("cache_hits", "Lookups that found an entry.", "cache")
@@ -175,6 +176,8 @@ class Metrics:
         self._requests.add(rpc, request.reason)
         self._tenant_requests.add(self.tenants.label(request.tenant), "ok" if request.is_ok else "error")
         self._request_s.add(request.seconds, rpc)
+        if request.path is not None:
+            self._calls.add(request.path)
         if request.bytes_in:
             self._received.add(rpc, by=request.bytes_in)
         if request.bytes_out:
@@ -199,7 +202,8 @@ class Metrics:
         self._collector.snapshot, self._collector.audit_dropped = snapshot, audit_dropped
 
     def _counted(self) -> Iterator[Metric]:
-        for counter in (self._requests, self._tenant_requests, self._received, self._sent, self._hits, self._misses):
+        requests = (self._requests, self._tenant_requests, self._calls)
+        for counter in (*requests, self._received, self._sent, self._hits, self._misses):
             yield counter.metric()
         yield self._quarantines.metric()
         for histogram in (self._request_s, self._compile_s, self._queue_s, self._run_s):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import itertools
 import logging
 import re
@@ -57,6 +58,15 @@ class Registration:
     digest: str = ""
 
 
+class CallPath(enum.StrEnum):
+    """The code path of a call of `Evaluate`."""
+
+    KNOWN = "known"
+    """The call has the structure of an earlier one and is not parsed."""
+    GENERAL = "general"
+    """The call is parsed."""
+
+
 class EngineRun(NamedTuple):
     """How long a request waited in an engine and ran there, in nanoseconds, and on which device."""
 
@@ -96,6 +106,7 @@ class RequestRecord:
         is_stream: Whether it is a stream, whose requests have records of their own.
         parts: Number of requests within the stream.
         wants_gzip: Whether gRPC compresses the response.
+        path: The code path of a call of `Evaluate`; None for other requests.
     """
 
     # Most requests leave most fields as they are: class attributes cost a request nothing.
@@ -114,6 +125,7 @@ class RequestRecord:
     is_stream = False
     parts = 0
     wants_gzip = False
+    path: CallPath | None = None
 
     def __init__(
         self,
@@ -240,6 +252,13 @@ def part_of_stream(stream: RequestRecord, kind: str, received_ns: int) -> Reques
         stream.tenant,
         stream.principal,
     )
+
+
+def record_path(path: CallPath) -> None:
+    """Records the code path of the current request."""
+    request = _current.get()
+    if request is not None:
+        request.path = path
 
 
 def record_run(response: bytes, sent_ns: int) -> None:

@@ -6,6 +6,7 @@ The structure of a call is read from its bytes. Calls whose structure is not kno
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,12 +24,13 @@ from gradrule_server.link.messages import CallShape, RunTemplate, canonical
 from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request_record import record_known_call
+from gradrule_server.operations.request_record import CallPath, record_known_call, record_path
 from gradrule_server.policy import SMALL_BYTES
 from gradrule_server.programs.cache import ProgramCache, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.engine_cache import Load
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.runner import may_batch, run_limit_error, run_limit_s
 from gradrule_server.recovery.crash_history import HistoryRecorder
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 
@@ -46,11 +48,8 @@ _NUMBER, _LENGTH = 0, 2
 _FIELDS = evaluate_pb2.EvaluateRequest.DESCRIPTOR.fields_by_name
 _TENSORS = frozenset(_FIELDS[name].number << 3 | _LENGTH for name in ("feeds", "grad_ys", "tangents", "vectors"))
 _PROGRAM = _FIELDS["program"].number << 3 | _LENGTH
-_PARAMS = _FIELDS["params"].number << 3 | _LENGTH
-_BATCHING = _FIELDS["batching"].number << 3 | _LENGTH
-_PACKING = _FIELDS["answer_packing"].number << 3 | _LENGTH
+_SPEC = _FIELDS["spec"].number << 3 | _LENGTH
 _MEMORY = _FIELDS["shared_memory"].number << 3 | _LENGTH
-_NUMBERS = frozenset(_FIELDS[name].number << 3 for name in ("derivative", "stacked_grad_ys"))
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER << 3 | _LENGTH
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER << 3 | _LENGTH
 _INLINE = tensor_pb2.TensorSource.INLINE_TENSOR_FIELD_NUMBER << 3 | _LENGTH
@@ -77,6 +76,7 @@ _MARK_INTERVAL_S = 0.5
 def read_structure(raw: bytes) -> CallStructure | None:
     """Returns the structure of an `EvaluateRequest`.
 
+    Fields without a rule of their own, also those of newer clients, are part of the structure with their bytes.
     Returns None if the request must be parsed to know its structure: it holds its program, names a blob, has an unusual
     encoding or very many fields, or is damaged.
     """
@@ -89,9 +89,14 @@ def read_structure(raw: bytes) -> CallStructure | None:
             tag = raw[position]
             size = raw[position + 1]
             position += 2
+            if tag > 0x7F:
+                # A field with a number above 15.
+                tag, position = read_varint(raw, start)
+                size = raw[position]
+                position += 1
+            if size > 0x7F:
+                size, position = read_varint(raw, position - 1)
             if tag in _TENSORS:
-                if size > 0x7F:
-                    size, position = read_varint(raw, position - 1)
                 stop = position + size
                 name_end = position + 2 + raw[position + 1]
                 if raw[position] != _NAME or raw[position + 1] > 0x7F or not _is_inline(raw, name_end, stop):
@@ -99,22 +104,18 @@ def read_structure(raw: bytes) -> CallStructure | None:
                 # Include the tag: it says which list the name is in.
                 parts.append(raw[start : start + 1] + raw[position:name_end])
                 position = stop
-            elif tag in (_PROGRAM, _PARAMS, _BATCHING, _PACKING):
-                if size > 0x7F:
-                    size, position = read_varint(raw, position - 1)
-                if tag == _PROGRAM:
-                    if has_program:
-                        return None
-                    has_program = True
-                position += size
-                parts.append(raw[start:position])
-            elif tag == _MEMORY and size <= 0x7F and USES_MEMORY not in parts:
+            elif tag == _MEMORY:
+                if size > 0x7F or USES_MEMORY in parts:
+                    return None
                 position += size
                 parts.append(USES_MEMORY)
-            elif tag in _NUMBERS and size <= 0x7F:
-                parts.append(raw[start:position])
-            else:
+            elif tag == _SPEC or (tag == _PROGRAM and has_program) or tag & 7 not in (_NUMBER, _LENGTH):
                 return None
+            else:
+                has_program = has_program or tag == _PROGRAM
+                if tag & 7 == _LENGTH:
+                    position += size
+                parts.append(raw[start:position])
             kept += len(parts[-1])
             if len(parts) > _MOST_FIELDS or kept > _MOST_BYTES:
                 return None
@@ -156,6 +157,7 @@ class KnownCall:
         template: Builds the messages to engines.
         recorder: Records what the program does to engines.
         may_batch: Whether such calls may run together with others.
+        run_limit_s: Seconds from the arrival of such a call until its run must end; infinity: only its deadline counts.
         used_at: Loop time at which the use was last recorded.
         load: The program in the engine that ran the last call; `template` and `batch_key` belong to it.
         batch_key: Key of the calls that it may run together with; None: it runs alone.
@@ -166,6 +168,7 @@ class KnownCall:
     template: RunTemplate
     recorder: HistoryRecorder
     may_batch: bool = True
+    run_limit_s: float = math.inf
     used_at: float = 0.0
     load: Load | None = None
     batch_key: BatchKey | None = None
@@ -196,7 +199,7 @@ class KnownCalls:
         key: StoredKey,
         program: RunnableProgram,
         template: RunTemplate,
-        may_batch: bool,
+        request: link_pb2.RawEvaluateRequest,
     ) -> None:
         """Adds the structure of a call that was run; drops the least recently used calls.
 
@@ -205,13 +208,13 @@ class KnownCalls:
             key: The program's key in the cache.
             program: The program.
             template: The template of the run.
-            may_batch: Whether such calls may run together with others.
+            request: The parsed request, for the settings of the run.
         """
         if self._cache.get(key, is_counted=False) is not program:
             return
         self._remove(structure)
         recorder = HistoryRecorder(self._loaded.crash_history, program.loadable.workload)
-        self._calls[structure] = KnownCall(key, program, template, recorder, may_batch)
+        self._calls[structure] = KnownCall(key, program, template, recorder, may_batch(request), run_limit_s(request))
         self._structures.setdefault(key, set()).add(structure)
         if len(self._calls) > _MAX_CALLS:
             self._remove(next(iter(self._calls)))
@@ -230,6 +233,8 @@ class KnownCalls:
             received_ns: When it was received, CLOCK_MONOTONIC.
             ends_at: Loop time of the deadline.
             memory: The client's shared memory that the call uses.
+
+        Raises DEADLINE_EXCEEDED after the call's `run_timeout`.
         """
         call = self._calls.get(structure)
         now = asyncio.get_running_loop().time()
@@ -242,6 +247,11 @@ class KnownCalls:
                 return None
             if load is not call.load:
                 call.set_load(load)
+        # The first run also compiles. The loop's clock is CLOCK_MONOTONIC, as that of `received_ns`.
+        limit_at = received_ns / 1e9 + call.run_limit_s if load.has_run else math.inf
+        if now >= limit_at:
+            return None
+        record_path(CallPath.KNOWN)
         self._loaded.crash_history.check(call.recorder.workload)
         payload = call.template.payload(received_ns, raw)
         # A held program is not dropped.
@@ -250,7 +260,11 @@ class KnownCalls:
             suffix = call.program.compiled.digests_tail
             work = load.engine.submit(Kind.RUN, payload, call.recorder, suffix, call.batch_key, memory)
             try:
-                answer = await work.answer
+                async with asyncio.timeout_at(limit_at if limit_at < ends_at else None):
+                    answer = await work.answer
+            except TimeoutError:
+                load.engine.abandon(work, limit_at)
+                raise run_limit_error(call.run_limit_s) from None
             except asyncio.CancelledError:
                 load.engine.abandon(work, ends_at)
                 raise

@@ -34,6 +34,17 @@ def may_batch(request: link_pb2.RawEvaluateRequest) -> bool:
     return request.batching.allowed or not request.batching.HasField("allowed")
 
 
+def run_limit_s(request: link_pb2.RawEvaluateRequest) -> float:
+    """Returns the request's `run_timeout` in seconds; infinity if it has none."""
+    return request.run_timeout.ToNanoseconds() / 1e9 if request.HasField("run_timeout") else math.inf
+
+
+def run_limit_error(limit_s: float) -> GradruleError:
+    """Returns the error of a run that takes longer than its `run_timeout`, seconds."""
+    message = f"not done within {limit_s:.3g} s, not counting the time for compiling (run_timeout)"
+    return error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, message, field="run_timeout")
+
+
 class Run(NamedTuple):
     """One run of a loaded program.
 
@@ -302,7 +313,7 @@ class _RunLimit:
         self._mode = mode
         self.latest = mode.ends_at
         """Loop time of the request's deadline; 0: none."""
-        self._limit_s = request.run_timeout.ToNanoseconds() / 1e9 if request.HasField("run_timeout") else math.inf
+        self._limit_s = run_limit_s(request)
         waited_s = (time.monotonic_ns() - received_ns - compiled_ns) / 1e9
         self._ends_at = asyncio.get_running_loop().time() + self._limit_s - waited_s
         self._timeout = asyncio.timeout(None)
@@ -321,7 +332,7 @@ class _RunLimit:
         try:
             await self._timeout.__aexit__(kind, cause, trace)
         except TimeoutError:
-            raise self._error() from cause
+            raise run_limit_error(self._limit_s) from cause
 
     @contextlib.contextmanager
     def for_run(self, load: Load) -> Iterator[None]:
@@ -334,7 +345,7 @@ class _RunLimit:
             return
         # TensorFlow optimizes functions when they run for the first time, which takes as long as compiling.
         if asyncio.get_running_loop().time() >= self._ends_at:
-            raise self._error()
+            raise run_limit_error(self._limit_s)
         with self.paused():
             yield
         load.has_run = True
@@ -353,10 +364,6 @@ class _RunLimit:
             self._ends_at += loop.time() - started
             if self._limit_s < math.inf and not self._timeout.expired():
                 self._start()
-
-    def _error(self) -> GradruleError:
-        message = f"not done within {self._limit_s:.3g} s, not counting the time for compiling (run_timeout)"
-        return error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, message, field="run_timeout")
 
     def _start(self) -> None:
         latest = self.latest or math.inf

@@ -23,6 +23,7 @@ from gradrule_server.link.messages import CallShape, sampled_gradient
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request_record import CallPath, record_path
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import InlineKey, ProgramCache, SpecDigests
 from gradrule_server.programs.compiler import Compiler, RunnableProgram
@@ -128,6 +129,7 @@ class ProgramService:
                 return await self._evaluate_once(raw, read, received_ns, ends_at, structure)
             with used(memory_use(raw)) as memory:
                 return await self._evaluate_once(raw, read, received_ns, ends_at, structure, memory)
+        record_path(CallPath.GENERAL)
         request = await read()
         call = call_shape(request)
         if not request.HasField("shared_memory"):
@@ -150,6 +152,7 @@ class ProgramService:
         done = await self._known.run(structure, raw, received_ns, ends_at, memory)
         if isinstance(done, bytes):
             return done
+        record_path(CallPath.GENERAL)
         request = await read()
         mode = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
         return (await self._evaluate(request, raw, call_shape(request), received_ns, mode, structure, done))[0]
@@ -237,7 +240,7 @@ class ProgramService:
             lost=lost,
         )
         if structure is not None and key is not None:
-            self._known.add(structure, key, program, result.template, may_batch(request))
+            self._known.add(structure, key, program, result.template, request)
         answer = result.answer + program.compiled.tail if is_inline else result.answer
         return answer, result.process, program.loadable
 

@@ -120,11 +120,12 @@ class StoredPrograms:
         with self._deleted_names.watch() as deleted:
             stored = await asyncio.to_thread(self._programs.get, key.name)
             graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
-            program = await self._compiler.compile_stored(
+            compiled = await self._compiler.compile_stored(
                 graph_bytes, functools.partial(self._content, stored), key.call, recovery
             )
+            program = _described(compiled, stored)
             if key.name not in deleted:
-                self._cache.put(key, _described(program, stored), is_used=is_used)
+                self._cache.put(key, program, is_used=is_used)
         return program, True
 
 

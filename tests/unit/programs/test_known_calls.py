@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradrule.common import tensor_codec
+from gradrule.common.wire_format import varint
 from gradrule.v1 import evaluate_pb2, rule_pb2
 from gradrule_server.link.messages import CallShape, RunTemplate
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.cache import ProgramCache, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.engine_cache import Loadable
@@ -77,6 +79,70 @@ def test_structure_depends_on_params_derivative_and_stacking() -> None:
     made.add(read_structure(raw_of(grad_ys={"x": np.ones(3)})))
     assert len(made) == 6
     assert None not in made
+
+
+SETTINGS = {
+    "params": "RunTemplate.settings, from the program's param settings",
+    "derivative": "part of the program's key",
+    "stacked_grad_ys": "part of the program's key",
+    "batching": "KnownCall.may_batch",
+    "answer_packing": "the engine reads it",
+    "run_timeout": "KnownCall.run_limit_s",
+}
+"""How a call that is not parsed applies the fields of its request that are neither its program nor tensors."""
+
+
+def test_known_calls_apply_every_field_of_a_request() -> None:
+    """A new field of `EvaluateRequest` needs an entry in SETTINGS: say how `KnownCalls.run` applies it."""
+    assert {field.name for field in evaluate_pb2.EvaluateRequest.DESCRIPTOR.fields} == {
+        "program",
+        "spec",
+        "shared_memory",
+        *LISTS,
+        *SETTINGS,
+    }
+
+
+def set_field(message: Any, field: Any, seed: int) -> None:
+    """Sets a field of any type; the value depends on `seed`."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        value_type = field.message_type.fields_by_name["value"].message_type
+        assert value_type is not None
+        getattr(message, field.name)[str(seed)].SetInParent()
+    elif field.message_type is not None:
+        inner = getattr(message, field.name)
+        set_field(inner.add() if field.is_repeated else inner, field.message_type.fields[0], seed)
+    elif field.cpp_type == field.CPPTYPE_STRING:
+        setattr(message, field.name, str(seed))
+    else:
+        setattr(message, field.name, bool(seed) if field.cpp_type == field.CPPTYPE_BOOL else seed)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_is_part_of_the_structure(name: str) -> None:
+    """No setting keeps a call from being recognised."""
+    plain = read_structure(raw_of(feeds={"x": np.ones(3)}))
+    for seed in (1, 3):
+        request = request_of(feeds={"x": np.ones(3)})
+        set_field(request, request.DESCRIPTOR.fields_by_name[name], seed)
+        assert request.ListFields()
+        assert read_structure(request.SerializeToString()) not in (None, plain)
+
+
+@pytest.mark.parametrize("number", [15, 16, 5000])
+@pytest.mark.parametrize("value", [b"\x01", b"\x80\x01"], ids=["short", "long"])
+@pytest.mark.parametrize("wire_type", [0, 2], ids=["number", "bytes"])
+def test_fields_of_newer_clients_are_part_of_the_structure(number: int, value: bytes, wire_type: int) -> None:
+    """They do not keep a call from being recognised either."""
+    field = varint(number << 3 | wire_type) + value + (bytes(128 if len(value) == 2 else 1) if wire_type == 2 else b"")
+    raw = raw_of(feeds={"x": np.ones(3)})
+    plain = read_structure(raw)
+    assert plain is not None
+    for request in (raw + field, field + raw):
+        # Parsing must agree that these are valid bytes of a field that it does not know.
+        assert evaluate_pb2.EvaluateRequest.FromString(request).feeds[0].name == "x"
+        assert sorted(read_structure(request) or ()) == sorted((*plain, field))
+    assert read_structure(raw + field[:-1]) is None
 
 
 def blob() -> bytes:
@@ -219,7 +285,9 @@ def test_dropping_a_program_drops_only_its_known_calls() -> None:
         program = runnable()
         cache.put(keys[name], program)
         for number in range(2):
-            calls.add((name.encode(), bytes([number])), keys[name], program, RunTemplate(b""), True)
+            calls.add(
+                (name.encode(), bytes([number])), keys[name], program, RunTemplate(b""), link_pb2.RawEvaluateRequest()
+            )
     # A call that is used keeps its program: the other one goes.
     mark_used(calls, (b"a", b"\0"))
     cache.put(keys["c"], runnable())
@@ -234,7 +302,7 @@ def test_least_recently_used_calls_are_dropped() -> None:
     calls = known_calls(cache)
     cache.put(key, program)
     for number in range(2000):
-        calls.add((b"%d" % number,), key, program, RunTemplate(b""), True)
+        calls.add((b"%d" % number,), key, program, RunTemplate(b""), link_pb2.RawEvaluateRequest())
         mark_used(calls, (b"0",))
     assert len(calls._calls) == len(calls._structures[key]) < 2000
     assert (b"1",) not in calls._calls
