@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import start_logged_task
@@ -56,6 +57,7 @@ class Engine:
         index: Its number in metrics.
         spares: Provides its processes; None if the caller installs one.
         on_change: Called when a process comes or goes.
+        on_idle: Called when the last request, session or forward handle has ended.
         owner: The tenant; None until a tenant needs the engine.
         use: What it is for.
         ended: Counts the ends of its processes, by reason.
@@ -68,6 +70,7 @@ class Engine:
         spares: Spares | None,
         on_change: Callable[[Engine], None] = lambda engine: None,
         *,
+        on_idle: Callable[[Engine], None] = lambda engine: None,
         owner: str | None = None,
         use: Use = Use.PROGRAMS,
         ended: Counter[str] | None = None,
@@ -79,6 +82,7 @@ class Engine:
         self.use = use
         self._spares = spares
         self._on_change = on_change
+        self._on_idle = functools.partial(on_idle, self)
         self._process: EngineProcess | None = None
         self._filling: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
@@ -97,6 +101,12 @@ class Engine:
         """Grows whenever a process comes or goes. What the previous process held is lost."""
         self.kept = 0
         """Sessions and forward handles that are pinned to the process."""
+        self.holders = 0
+        """Calls that hold a program of the engine, whether they have a request there or not."""
+        self.turn_started = 0.0
+        """Loop time since which its tenant can use the process."""
+        self.is_given_away = False
+        """Whether its place goes to another tenant once its running calls have ended; it gets no further calls."""
         self.programs = 0
         """Programs that the process holds."""
 
@@ -113,7 +123,23 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether ending it would lose no request, session or forward handle."""
-        return self._process is not None and not self.load and not self.kept
+        return self._process is not None and not (self.load or self.kept or self.holders)
+
+    def turn_ends_at(self, turn_s: float, longest_s: float) -> float:
+        """Returns the loop time at which another tenant may get its place.
+
+        Args:
+            turn_s: Length of a turn, which starts anew with each compilation, seconds.
+            longest_s: Most time since the turn started, seconds.
+        """
+        compiled_at = 0.0 if self._process is None else self._process.connection.compiled_at
+        return min(max(self.turn_started, compiled_at) + turn_s, self.turn_started + longest_s)
+
+    def give_away(self) -> None:
+        """Takes no further calls. Calls that have not started run elsewhere."""
+        self.is_given_away = True
+        if self._process is not None:
+            self._process.connection.fail_waiting()
 
     @property
     def is_doomed(self) -> bool:
@@ -195,7 +221,8 @@ class Engine:
         process.connection.on_lost = lambda: self._handle_end(process)
         self.generation += 1
         self.kept = self.programs = 0
-        self.used_at = asyncio.get_running_loop().time()
+        self.used_at = self.turn_started = asyncio.get_running_loop().time()
+        process.connection.on_idle = self._on_idle
         for digest in self._without_jit:
             process.connection.notify(Kind.JIT_NOTICE, jit_refusal(digest))
         self._on_change(self)
@@ -212,7 +239,7 @@ class Engine:
         if process is None:
             return None
         self.generation += 1
-        process.connection.on_lost = None
+        process.connection.on_lost = process.connection.on_idle = None
         if process.connection.running:
             process.end(EndReason.OVERRUN)
             return None
@@ -356,6 +383,19 @@ class Engine:
         """Changes the number of sessions and handles that are pinned to the process of a generation."""
         if generation == self.generation:
             self.kept += change
+            if self.is_idle:
+                self._on_idle()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Counts a call that holds a program of the engine within this context."""
+        self.holders += 1
+        try:
+            yield
+        finally:
+            self.holders -= 1
+            if self.is_idle:
+                self._on_idle()
 
     async def stop(self) -> None:
         """Stops the process."""
@@ -365,7 +405,7 @@ class Engine:
             await asyncio.gather(self._filling, return_exceptions=True)
         if self._process is not None:
             process, self._process = self._process, None
-            process.connection.on_lost = None
+            process.connection.on_lost = process.connection.on_idle = None
             await process.stop()
         if self._reports:
             await asyncio.wait(self._reports)
@@ -383,7 +423,7 @@ class Engine:
         report = asyncio.create_task(self._report_end(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
-        if self.use is Use.PROGRAMS and self._spares is not None and not self.is_removed:
+        if self.use is Use.PROGRAMS and self._spares is not None and not (self.is_removed or self.is_given_away):
             self.start()
         if self._process is None:
             self.generation += 1

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
+import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import TenantLocks, start_logged_task
-from gradrule_server.errors import error
+from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.monitor import EngineMonitor, EngineStatus
 from gradrule_server.link.operating_system import OOM_KILLS
@@ -22,14 +25,41 @@ from gradrule_server.recovery.endings import engine_unavailable
 _log = logging.getLogger(__name__)
 
 _FULL_RETRY_S = 1.0
+# A call that waits in vain fails this much before its deadline, so that its caller receives the reason.
+_MARGIN_S = 0.5
+_MARGIN_SHARE = 0.1
 # Index of engines that run one call alone, to find out whether it crashes them.
 _TRIAL = -1
+
+
+class Need(enum.Enum):
+    """What a tenant waits for."""
+
+    PROGRAMS = enum.auto()
+    """An engine for programs."""
+    SESSION = enum.auto()
+    """An engine for sessions."""
+    HANDLE = enum.auto()
+    """That an engine for programs may keep forward handles."""
+
+
+@dataclass(eq=False, slots=True)
+class _WaitingTenant:
+    """A tenant that waits. All its calls with the same need wait together; `calls`: their number."""
+
+    owner: str
+    need: Need
+    calls: int = 0
+    served: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class EnginePool:
     """The engines of all tenants. An engine has one owner as long as its process lives. Belongs to one asyncio loop.
 
-    A tenant gets engines when it needs them: up to `engines` for programs, and one for sessions.
+    A tenant gets engines when it needs them: up to `engines` for programs, and one for sessions. If there are as many
+    engines as may be, tenants wait in the order in which they came. The next one gets the place of an engine that is
+    idle. A tenant that uses its engine without a break loses it after its turn, once its running calls have ended.
+    Sessions and forward handles hold engines, but never the last one, so that calls of all tenants get their turn.
 
     Args:
         options: How processes are started.
@@ -72,6 +102,9 @@ class EnginePool:
         self._on_change = on_change
         self._was_ready = False
         self._change = asyncio.Event()
+        self._waiting: dict[tuple[str, Need], _WaitingTenant] = {}
+        self._assigning: asyncio.Handle | None = None
+        self._turn_timer: asyncio.TimerHandle | None = None
         self._device = options.device
         self._monitor = EngineMonitor(lambda: self._spares.processes, heartbeat_s, options.memory_limit, times)
         self._tasks: list[asyncio.Task[None]] = []
@@ -90,8 +123,8 @@ class EnginePool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether at least one engine accepts work."""
-        return any(engine.is_ready for engine in self.engines)
+        """Whether at least one engine accepts calls without a session, so that each tenant can get its turn."""
+        return any(engine.is_ready and engine.use is not Use.SESSIONS for engine in self.engines)
 
     @property
     def spares_ready(self) -> int:
@@ -102,6 +135,21 @@ class EnginePool:
     def max_engines(self) -> int:
         """Most engines of all tenants together."""
         return self._max_gpu_engines if self.greeting.device.startswith("GPU") else self._max_engines
+
+    @property
+    def max_held(self) -> int:
+        """Most engines that sessions and forward handles of all tenants may hold."""
+        return max(1, self.max_engines - 1)
+
+    @property
+    def held(self) -> int:
+        """The number of engines that sessions and forward handles hold."""
+        return sum(engine.use is Use.SESSIONS or engine.kept > 0 for engine in self.engines)
+
+    @property
+    def waiting_tenants(self) -> int:
+        """The number of tenants that wait for an engine."""
+        return len({waiting.owner for waiting in self._waiting.values()})
 
     @property
     def ended(self) -> Mapping[int, Mapping[str, int]]:
@@ -128,68 +176,96 @@ class EnginePool:
         """Stops all engines, compile workers and spares."""
         for task in self._tasks:
             task.cancel()
+        for timer in (self._assigning, self._turn_timer):
+            if timer is not None:
+                timer.cancel()
         # The engines must be stopped even if one of these tasks failed.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(self.workers.stop(), *(engine.stop() for engine in self.engines), *self._closing)
         await self._spares.stop()
 
     def engines_for(self, owner: str) -> list[Engine]:
-        """Returns the engines that run a tenant's programs, including extra ones."""
-        return [engine for engine in self.engines if engine.owner == owner and engine.use is not Use.SESSIONS]
+        """Returns the engines that run a tenant's programs and take calls, including extra ones."""
+        return [
+            engine
+            for engine in self.engines
+            if engine.owner == owner and engine.use is not Use.SESSIONS and not engine.is_given_away
+        ]
 
     def serves(self, owner: str) -> bool:
         """Returns whether a tenant has an engine for programs that accepts work."""
         return any(
-            engine.is_ready and engine.owner == owner and engine.use is not Use.SESSIONS for engine in self.engines
+            engine.is_ready and engine.owner == owner and engine.use is not Use.SESSIONS and not engine.is_given_away
+            for engine in self.engines
         )
 
-    async def provide(self, owner: str, patience_s: float = 0.0) -> None:
+    async def provide(self, owner: str, ends_at: float = 0.0, patience_s: float = 0.0) -> None:
         """Gives a tenant an engine for programs if it has none, and waits until the engine accepts work.
 
-        Raises OVERLOADED if all engines are in use; ENGINE_UNAVAILABLE if none is ready within 10 s or `patience_s`.
-        """
-        async with _within(max(self._times.provide_s, patience_s)):
-            while not self.serves(owner):
-                if any(engine.use is Use.PROGRAMS for engine in self.engines_for(owner)):
-                    await self._change.wait()
-                else:
-                    self._claim(owner)
+        Args:
+            owner: The tenant.
+            ends_at: Loop time of the deadline; 0: it waits 10 s for its turn.
+            patience_s: How long it waits for the process of the engine, at least 10 s.
 
-    async def session_engine(self, owner: str) -> Engine:
-        """Returns the engine for a new session of a tenant. Raises the same errors as `provide`.
+        Raises:
+            GradruleError: OVERLOADED if others use all engines until shortly before the deadline; ENGINE_UNAVAILABLE if
+                no process is ready in time.
+        """
+        while not self.serves(owner):
+            if self._has_place(owner):
+                await self._wait_until(
+                    lambda: self.serves(owner) or not self._has_place(owner), max(self._times.provide_s, patience_s)
+                )
+            else:
+                await self._wait_for_turn(owner, Need.PROGRAMS, ends_at)
+
+    async def session_engine(self, owner: str, ends_at: float = 0.0) -> Engine:
+        """Returns the engine for a new session of a tenant. Arguments and errors are those of `provide`.
 
         An engine that will be ended soon gets no new session.
         """
-        async with _within(self._times.provide_s):
-            while True:
-                own = [engine for engine in self.engines if engine.owner == owner and engine.use is Use.SESSIONS]
-                engine = next((engine for engine in own if not engine.is_doomed), None)
-                if engine is None:
-                    self._make_room(owner)
-                    self._add(owner, Use.SESSIONS).start()
-                elif engine.is_ready:
-                    for other in own:
-                        # Another engine was started because this one was to be ended; then its request ended in time.
-                        if other is not engine and other.is_idle:
-                            self._remove(other)
-                    return engine
-                else:
-                    await self._change.wait()
+        while True:
+            own = [engine for engine in self.engines if engine.owner == owner and engine.use is Use.SESSIONS]
+            engine = next((engine for engine in own if not engine.is_doomed), None)
+            if engine is None:
+                await self._wait_for_turn(owner, Need.SESSION, ends_at)
+            elif engine.is_ready:
+                for other in own:
+                    # Another engine was started because this one was to be ended; then its request ended in time.
+                    if other is not engine and other.is_idle:
+                        self._remove(other)
+                return engine
+            else:
+                await self._wait_until(functools.partial(self._is_settled, engine), self._times.provide_s)
+
+    async def wait_to_keep(self, owner: str, ends_at: float) -> None:
+        """Waits until an engine for a tenant's programs may keep forward handles. Raises OVERLOADED."""
+        if not self._may_keep(owner):
+            await self._wait_for_turn(owner, Need.HANDLE, ends_at)
+
+    def check_may_keep(self, engine: Engine) -> None:
+        """Raises OVERLOADED if a forward handle would make an engine one more than sessions and handles may hold."""
+        if not engine.kept and engine.use is not Use.SESSIONS and self.held >= self.max_held:
+            raise self._full(Need.HANDLE, 0.0)
 
     def claim_another(self, owner: str) -> Engine | None:
         """Returns one more engine for a tenant's programs; None if it may have no more, or none is ready."""
         own = [engine for engine in self.engines_for(owner) if engine.use is Use.PROGRAMS]
         if len(own) >= self.per_tenant or not all(engine.is_ready for engine in own):
             return None
-        unclaimed = any(engine.owner is None for engine in self.engines)
-        if not unclaimed and len(self.engines) >= self.max_engines:
-            return None
         engine = self._claim(owner)
+        if engine is None:
+            if self._waiting or len(self.engines) >= self.max_engines:
+                return None
+            engine = self._add(owner, Use.PROGRAMS)
+            engine.start()
         return engine if engine.is_ready else None
 
     def borrow(self, owner: str) -> Engine | None:
         """Returns an extra engine for a tenant until `release`; None if it has one, or no process is ready."""
-        if any(engine.is_extra for engine in self.engines_for(owner)) or len(self.engines) >= self.max_engines:
+        if any(engine.is_extra for engine in self.engines_for(owner)):
+            return None
+        if self._waiting or len(self.engines) >= self.max_engines:
             return None
         process = self._spares.take_now()
         if process is None:
@@ -213,42 +289,213 @@ class EnginePool:
         finally:
             self._end(engine)
 
-    def _claim(self, owner: str) -> Engine:
-        """Gives a tenant one more engine for programs: one without an owner, or a new one. Raises OVERLOADED."""
+    def _claim(self, owner: str) -> Engine | None:
+        """Gives a tenant an engine for programs that has no owner; returns None if all have one."""
         unclaimed = [engine for engine in self.engines if engine.owner is None]
-        if unclaimed:
-            engine = max(unclaimed, key=lambda engine: engine.is_ready)
-            engine.owner = owner
-            return engine
-        self._make_room(owner)
-        engine = self._add(owner, Use.PROGRAMS)
-        engine.start()
+        if not unclaimed:
+            return None
+        engine = max(unclaimed, key=lambda engine: engine.is_ready)
+        engine.owner, engine.turn_started = owner, asyncio.get_running_loop().time()
         return engine
 
     def _add(self, owner: str | None, use: Use) -> Engine:
         used = {engine.index for engine in self.engines}
         index = next(index for index in range(len(used) + 1) if index not in used)
         ended = self._ended.setdefault(index, Counter())
-        engine = Engine(index, self._spares, self._changed, owner=owner, use=use, ended=ended, times=self._times)
+        engine = Engine(
+            index,
+            self._spares,
+            self._changed,
+            on_idle=self._handle_idle,
+            owner=owner,
+            use=use,
+            ended=ended,
+            times=self._times,
+        )
         self.engines.append(engine)
         return engine
 
-    def _make_room(self, owner: str) -> None:
-        """Ends the least recently used idle engine if there is no room for another. Raises OVERLOADED if none is idle.
+    def _has_place(self, owner: str) -> bool:
+        """Returns whether a tenant has an engine for programs, even if its process is only starting."""
+        return any(engine.use is Use.PROGRAMS for engine in self.engines_for(owner))
 
-        Ends the tenant's own engine only if all others are in use.
+    def _is_settled(self, engine: Engine) -> bool:
+        """Returns whether a starting engine is ready, or has ended."""
+        return engine.is_ready or engine not in self.engines
+
+    def _may_keep(self, owner: str) -> bool:
+        """Returns whether an engine for a tenant's programs may keep forward handles."""
+        return self.held < self.max_held or any(engine.kept for engine in self.engines_for(owner))
+
+    async def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Waits until a condition holds after a change of engines. Raises ENGINE_UNAVAILABLE after some time."""
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                while not condition():
+                    await self._change.wait()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise engine_unavailable() from None
+
+    async def _wait_for_turn(self, owner: str, need: Need, ends_at: float) -> None:
+        """Waits until a tenant gets what it needs, in the order of tenants. Raises OVERLOADED before the deadline."""
+        started = asyncio.get_running_loop().time()
+        left_s = ends_at - started if ends_at else self._times.provide_s
+        key = owner, need
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            waiting = self._waiting[key] = _WaitingTenant(owner, need)
+            self._assign()
+        waiting.calls += 1
+        try:
+            async with asyncio.timeout(left_s - min(_MARGIN_S, _MARGIN_SHARE * left_s)) as limit:
+                await waiting.served.wait()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if not waiting.served.is_set():
+                raise self._full(need, asyncio.get_running_loop().time() - started) from None
+        finally:
+            waiting.calls -= 1
+            if not waiting.calls and self._waiting.get(key) is waiting:
+                del self._waiting[key]
+                self._schedule_assignment(is_left=True)
+
+    def _full(self, need: Need, waited_s: float) -> GradruleError:
+        sessions = sum(engine.use is Use.SESSIONS for engine in self.engines)
+        held = f"sessions hold {sessions}, forward handles {self.held - sessions}"
+        if need is Need.PROGRAMS or self.held < self.max_held:
+            full = f"all {self.max_engines} engines (--max-engines) are in use: {held}, calls of tenants the others"
+        else:
+            full = f"{held} engines, which are all that they may hold of {self.max_engines} (--max-engines)"
+        return error(
+            errors_pb2.ERROR_REASON_OVERLOADED,
+            f"{full}; the call waited {waited_s:.1f} s for its turn; send the request again later",
+            retry_after_s=_FULL_RETRY_S,
+        )
+
+    def _handle_idle(self, engine: Engine) -> None:
+        """Gives the place of an engine without work to a tenant that waits, if its turn is over."""
+        if self._waiting and (engine.is_given_away or not engine.kept):
+            self._schedule_assignment()
+
+    def _schedule_assignment(self, *, is_left: bool = False) -> None:
+        """Gives places to waiting tenants soon. `is_left`: A tenant waits no longer."""
+        if (self._waiting or is_left) and self._assigning is None:
+            # Tasks that an engine's change has woken come first: they may use the engine.
+            self._assigning = asyncio.get_running_loop().call_soon(self._assign)
+
+    def _assign(self) -> None:
+        """Gives tenants that wait what they need, in the order in which they came."""
+        if self._assigning is not None:
+            self._assigning.cancel()
+            self._assigning = None
+        is_next = True
+        for key, waiting in list(self._waiting.items()):
+            if is_next:
+                self._take_back(waiting.owner)
+            if self._serve(waiting):
+                del self._waiting[key]
+                waiting.served.set()
+            else:
+                is_next = False
+        for_places = [
+            waiting
+            for waiting in self._waiting.values()
+            if waiting.need is Need.PROGRAMS or (waiting.need is Need.SESSION and self.held < self.max_held)
+        ]
+        self._give_away(for_places)
+        self._set_turn_timer()
+
+    def _take_back(self, owner: str) -> None:
+        """Gives a tenant the engine back that it would have lost, because nobody waits for it any more."""
+        for engine in self.engines:
+            if engine.owner == owner and engine.is_given_away:
+                engine.is_given_away, engine.turn_started = False, asyncio.get_running_loop().time()
+                self._wake()
+
+    def _serve(self, waiting: _WaitingTenant) -> bool:
+        """Gives a tenant what it needs, if that is possible now."""
+        owner, need = waiting.owner, waiting.need
+        if need is Need.HANDLE:
+            return self._may_keep(owner)
+        if need is Need.PROGRAMS and (self._has_place(owner) or self._claim(owner) is not None):
+            return True
+        replaces_session = need is Need.SESSION and self.held >= self.max_held
+        replaced = None
+        if replaces_session or len(self.engines) >= self.max_engines:
+            free = [
+                engine
+                for engine in self.engines
+                if engine.is_idle
+                and self._is_turn_over(engine)
+                and (engine.use is Use.SESSIONS or not replaces_session)
+            ]
+            if not free:
+                return False
+            replaced = min(free, key=functools.partial(self._order_of_replacement, owner))
+            self._take_out(replaced)
+        engine = self._add(owner, Use.PROGRAMS if need is Need.PROGRAMS else Use.SESSIONS)
+        engine.start()
+        if replaced is not None:
+            self._changed(replaced)
+        return True
+
+    def _is_turn_over(self, engine: Engine) -> bool:
+        return (
+            engine.owner is None
+            or engine.is_given_away
+            or self._turn_ends_at(engine) <= asyncio.get_running_loop().time()
+        )
+
+    def _turn_ends_at(self, engine: Engine) -> float:
+        return engine.turn_ends_at(self._times.turn_s, self._times.longest_turn_s)
+
+    def _order_of_replacement(self, owner: str, engine: Engine) -> tuple[bool, bool, int, float]:
+        """Returns a key: the engine with the smallest one loses its place first.
+
+        Those that were not used for a turn come first; then those of tenants with several engines, then the one whose
+        turn started first. A tenant that waits loses its own other engine last.
         """
-        if len(self.engines) < self.max_engines:
+        if engine.used_at + self._times.turn_s <= asyncio.get_running_loop().time():
+            return engine.owner == owner, False, 0, engine.used_at
+        return engine.owner == owner, True, -len(self.engines_for(engine.owner or "")), engine.turn_started
+
+    def _give_away(self, waiting: Sequence[_WaitingTenant]) -> None:
+        """Lets one engine for each waiting tenant take no further calls, if turns are over; takes others back."""
+        given = [engine for engine in self.engines if engine.is_given_away]
+        for index, engine in enumerate(given):
+            # A call that was running may have left a forward handle.
+            if engine.kept or index >= len(waiting):
+                engine.is_given_away = False
+                self._wake()
+        for item in waiting[sum(engine.is_given_away for engine in given) :]:
+            busy = [
+                engine
+                for engine in self.engines
+                if engine.is_ready
+                and engine.use is not Use.SESSIONS
+                and engine.owner != item.owner
+                and not (engine.kept or engine.is_given_away or engine.is_idle)
+                and self._is_turn_over(engine)
+            ]
+            if not busy:
+                return
+            min(busy, key=functools.partial(self._order_of_replacement, item.owner)).give_away()
+
+    def _set_turn_timer(self) -> None:
+        """Assigns places again when the next turn ends, if a tenant waits."""
+        if self._turn_timer is not None:
+            self._turn_timer.cancel()
+            self._turn_timer = None
+        if not self._waiting:
             return
-        idle = [engine for engine in self.engines if engine.is_idle]
-        if not idle:
-            raise error(
-                errors_pb2.ERROR_REASON_OVERLOADED,
-                f"all {self.max_engines} engines (--max-engines) are in use by requests, sessions or forward handles; "
-                "send the request again a little later",
-                retry_after_s=_FULL_RETRY_S,
-            )
-        self._remove(min(idle, key=lambda engine: (engine.owner == owner, engine.used_at)))
+        loop = asyncio.get_running_loop()
+        ends = [self._turn_ends_at(engine) for engine in self.engines if engine.is_ready and not engine.kept]
+        due = min((end for end in ends if end > loop.time()), default=None)
+        if due is not None:
+            self._turn_timer = loop.call_at(due, self._assign)
 
     async def _end_idle(self) -> None:
         """Ends engines that were idle for long. The number for programs never falls below that at the start."""
@@ -266,9 +513,12 @@ class EnginePool:
 
     def _remove(self, engine: Engine) -> None:
         """Ends an engine that is not in use."""
+        self._take_out(engine)
+        self._changed(engine)
+
+    def _take_out(self, engine: Engine) -> None:
         self.engines.remove(engine)
         self._end(engine)
-        self._changed(engine)
 
     def _end(self, engine: Engine) -> None:
         """Ends an engine's process. It has run one tenant's work, so no other tenant may get it."""
@@ -284,13 +534,14 @@ class EnginePool:
             listener(engine)
 
     def _changed(self, engine: Engine) -> None:
-        if engine.use is Use.SESSIONS and not engine.is_ready and engine in self.engines and engine.generation:
-            # Its sessions are lost; the next session gets a new engine.
+        is_replaced = engine.use is not Use.SESSIONS and not engine.is_given_away
+        if not (is_replaced or engine.is_ready) and engine in self.engines and engine.generation:
+            # Its sessions are lost, and the next session gets a new engine; or its place goes to another tenant.
             self.engines.remove(engine)
             engine.is_removed = True
             self._report_removed(engine)
-        self._change.set()
-        self._change = asyncio.Event()
+        self._wake()
+        self._schedule_assignment()
         is_ready = self.is_ready
         if is_ready != self._was_ready:
             self._was_ready = is_ready
@@ -299,14 +550,7 @@ class EnginePool:
             for listener in self.on_filled:
                 listener(engine)
 
-
-@contextlib.asynccontextmanager
-async def _within(seconds: float) -> AsyncIterator[None]:
-    """Raises ENGINE_UNAVAILABLE if the context takes longer."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise engine_unavailable() from None
+    def _wake(self) -> None:
+        """Wakes the tasks that wait for a change of engines."""
+        self._change.set()
+        self._change = asyncio.Event()

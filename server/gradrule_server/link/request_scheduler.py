@@ -125,6 +125,10 @@ class RequestScheduler(abc.ABC):
         self._compiling = False
         self.compiling_since = 0.0
         """Loop time when the last compilation started."""
+        self.compiled_at = 0.0
+        """Loop time when the last compilation ended."""
+        self.on_idle: Callable[[], None] | None = None
+        """Called when the last request has ended."""
 
     @abc.abstractmethod
     def _write(self, kind: Kind, request_id: int, payload: Sequence[bytes], size: int) -> None:
@@ -170,7 +174,18 @@ class RequestScheduler(abc.ABC):
         self._batches.remove(request)
         request.answer.cancel()
         request.end()
+        self._report_idle()
         return True
+
+    def fail_waiting(self) -> None:
+        """Fails the requests that were not sent yet, with `ConnectionLost`: they can run elsewhere."""
+        for request in list(self._waiting.values()):
+            del self._waiting[request.id]
+            self._batches.remove(request)
+            request.end()
+            if not request.answer.done():
+                request.answer.set_exception(ConnectionLost(started=False))
+        self._report_idle()
 
     def _can_start(self, request: EngineRequest) -> bool:
         # An engine compiles one program at a time; other compilations would only block its threads.
@@ -266,5 +281,11 @@ class RequestScheduler(abc.ABC):
             request.recorder.record_completion(self.loop.time() - request.started_at)
         if request.kind is Kind.COMPILE:
             self._compiling = False
+            self.compiled_at = self.loop.time()
         if self._waiting and request.batch is None:
             self._start_waiting()
+        self._report_idle()
+
+    def _report_idle(self) -> None:
+        if self.on_idle is not None and not self._running and not self._waiting:
+            self.on_idle()

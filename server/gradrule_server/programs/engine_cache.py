@@ -83,7 +83,8 @@ class Load:
     @property
     def is_available(self) -> bool:
         """Whether calls can use the program now."""
-        return not self.is_forgotten and self.generation == self.engine.generation and self.is_loaded
+        is_current = self.generation == self.engine.generation and not self.engine.is_given_away
+        return is_current and not self.is_forgotten and self.is_loaded
 
     @property
     def is_done(self) -> bool:

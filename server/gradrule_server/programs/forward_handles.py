@@ -22,7 +22,13 @@ from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
 
 # Errors after which the engine may keep the run.
-_KEPT_REASONS = frozenset({errors_pb2.ERROR_REASON_QUOTA_EXCEEDED, errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED})
+_KEPT_REASONS = frozenset(
+    {
+        errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+        errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
+        errors_pb2.ERROR_REASON_OVERLOADED,
+    }
+)
 
 
 class ForwardRunner(Protocol):
@@ -132,6 +138,8 @@ class StreamHandles:
             # The handle does not keep the program, whose bytes no quota counts.
             recorder = manager.program_service.runner.recovery().recorder(run.workload)
             handle = _Handle(name, run.process, recorder, run.kept_bytes, min(ttl_s, manager.ttl_s))
+            # Another call may have made an engine keep handles since this one started.
+            manager.program_service.pool.check_may_keep(run.process.engine)
             manager.add(handle, is_within_quota=run.is_within_quota)
         except BaseException as cause:
             manager.release_name()

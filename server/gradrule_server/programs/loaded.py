@@ -92,7 +92,8 @@ class LoadedPrograms:
         Raises:
             GradruleError: BLOB_NOT_FOUND, ENGINE_UNAVAILABLE.
         """
-        with self._engine_cache(engine or self._best(program)).hold(program, ends_at, recorder) as load:
+        engine = engine or self._best(program)
+        with engine.held(), self._engine_cache(engine).hold(program, ends_at, recorder) as load:
             yield load
 
     @contextlib.asynccontextmanager

@@ -277,7 +277,7 @@ class _RecoveryWorkers:
         """Returns True: a task waits for its worker when it runs."""
         return True
 
-    async def provide(self, owner: str, patience_s: float = 0.0) -> None:
+    async def provide(self, owner: str, ends_at: float = 0.0, patience_s: float = 0.0) -> None:
         """Does nothing, see `serves`."""
 
     def alone(self, owner: str) -> AbstractAsyncContextManager[Engine]:

@@ -166,6 +166,7 @@ class ProgramService:
         self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
     ) -> ForwardRun:
         """Runs the forward part; the engine keeps what the backward part needs, under the name `handle`."""
+        await self.pool.wait_to_keep(self.owner, ends_at)
         call = replace(call_shape(request), split=True)
         mode = RunForward(ends_at, handle)
         answer, process, program = await self._evaluate(request, None, call, received_ns, mode)

@@ -77,7 +77,8 @@ class Session:
         self._variables = SessionVariables(found, self._manager.blobs, self._manager.limits)
         given = await self._variables.check_values(request.variables, "start.variables")
         self._name = self._manager.open()
-        engine = await self._manager.program_service.pool.session_engine(self._manager.program_service.owner)
+        service = self._manager.program_service
+        engine = await service.pool.session_engine(service.owner, ends_at)
         self._process = ProcessRef(engine, engine.generation)
         engine.add_kept(engine.generation, 1)
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")

@@ -52,8 +52,8 @@ class Engines(Protocol[EngineT_co]):
         """Returns whether a tenant has an engine that accepts calls."""
         ...
 
-    async def provide(self, owner: str, patience_s: float = 0.0) -> None:
-        """Waits until a tenant has an engine that accepts calls."""
+    async def provide(self, owner: str, ends_at: float = 0.0, patience_s: float = 0.0) -> None:
+        """Waits until a tenant has an engine that accepts calls, at most until its turn at the deadline."""
         ...
 
     def alone(self, owner: str) -> AbstractAsyncContextManager[EngineT_co]:
@@ -208,7 +208,7 @@ class CallRecovery(Generic[EngineT]):
         """Runs the call in the engine that it is pinned to, or in any."""
         self._crash_history.check(workload)
         if self._pinned is None and not self._engines.serves(workload.owner):
-            await self._engines.provide(workload.owner, self._patience_s)
+            await self._engines.provide(workload.owner, self.ends_at, self._patience_s)
         return await attempt(self._pinned)
 
     async def _event_of_loss(self, state: CallState, lost: EngineLost, workload: Workload) -> Event:

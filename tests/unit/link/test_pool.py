@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,15 +15,17 @@ import pytest
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import process as process_module
-from gradrule_server.link.engine import Use
+from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.monitor import EngineMonitor
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import EngineRefused, EngineTimes, ProcessOptions
+from gradrule_server.link.request_scheduler import EngineRequest
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.recovery.endings import EngineLost
 from tests.unit.link.fake_engine import CRASH, FakeProcess, Starter
 
-_TIMES = EngineTimes(retry_delay_s=0.01, provide_s=0.1)
+_TIMES = EngineTimes(retry_delay_s=0.01, provide_s=0.1, turn_s=0.01)
 
 
 @pytest.fixture
@@ -306,6 +309,248 @@ async def test_the_idle_engine_that_was_used_least_recently_makes_room(starter: 
     assert refusal.value.reason == errors_pb2.ERROR_REASON_OVERLOADED
     assert refusal.value.retry_after_s
     assert "--max-engines" in refusal.value.message
+    await pool.stop()
+
+
+async def _full_pool(starter: Starter, owners: str, turn_s: float = 0.01, **words: Any) -> EnginePool:
+    """Returns a pool in which each owner has an engine, and no further one has room."""
+    pool = _pool(max_engines=len(owners), times=replace(_TIMES, turn_s=turn_s), **words)
+    await pool.start()
+    for owner in owners:
+        await pool.provide(owner)
+    return pool
+
+
+def _process(starter: Starter, engine: Engine) -> FakeProcess:
+    return next(process for process in starter.started if process.pid == engine.pid)
+
+
+def _answer(starter: Starter, engine: Engine, request: EngineRequest) -> None:
+    _process(starter, engine).connection.data_received(pack_header(Kind.RAN, request.id, 0))
+
+
+def _deadline(seconds: float = 60.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def test_a_tenant_waits_for_its_turn_and_gets_the_place_of_an_engine_that_becomes_idle(starter: Starter) -> None:
+    pool = await _full_pool(starter, "ab")
+    works = {engine: engine.submit(Kind.RUN, b"work") for engine in pool.engines}
+    waits = asyncio.create_task(pool.provide("c", _deadline()))
+    await _until(lambda: any(engine.is_given_away for engine in pool.engines))
+    assert not waits.done()
+    for engine, work in works.items():
+        if engine.is_given_away:
+            _answer(starter, engine, work)
+    await waits
+    assert pool.serves("c")
+    assert len(pool.engines) == 2
+    assert not any(engine.is_given_away for engine in pool.engines)
+    await pool.stop()
+
+
+async def test_a_tenant_keeps_its_engine_for_its_turn(starter: Starter) -> None:
+    pool = await _full_pool(starter, "a", turn_s=3600)
+    waits = asyncio.create_task(pool.provide("b", _deadline()))
+    await _until(lambda: pool.waiting_tenants)
+    # A turn starts anew with a compilation, since its program has to run too.
+    (engine,) = pool.engines
+    work = engine.submit(Kind.COMPILE, b"work")
+    _process(starter, engine).connection.data_received(pack_header(Kind.COMPILED, work.id, 0))
+    engine.turn_started -= 3599
+    pool._assign()
+    assert engine.owner == "a"
+    assert not engine.is_given_away
+    pool._times = replace(pool._times, turn_s=0)
+    pool._assign()
+    await waits
+    assert [engine.owner for engine in pool.engines] == ["b"]
+    await pool.stop()
+
+
+async def test_tenants_get_their_turns_in_the_order_in_which_they_came(starter: Starter) -> None:
+    pool = await _full_pool(starter, "a")
+    served: list[str] = []
+
+    async def call(owner: str) -> None:
+        await pool.provide(owner, _deadline())
+        served.append(owner)
+
+    (engine,) = pool.engines
+    work = engine.submit(Kind.RUN, b"work")
+    tasks = []
+    # Many calls of one tenant wait in one place.
+    for owner in ("b", "b", "b", "c", "b", "d"):
+        tasks.append(asyncio.create_task(call(owner)))
+        await asyncio.sleep(0)
+    assert pool.waiting_tenants == 3
+    await _until(lambda: engine.is_given_away)
+    _answer(starter, engine, work)
+    await asyncio.gather(*tasks)
+    assert served == ["b", "b", "b", "b", "c", "d"]
+    await pool.stop()
+
+
+async def test_calls_that_had_not_started_leave_an_engine_that_is_given_away(starter: Starter) -> None:
+    starter.threads = 1
+    pool = await _full_pool(starter, "a")
+    (engine,) = pool.engines
+    ends_at = _deadline()
+    running = asyncio.create_task(engine.call(Kind.RUN, b"runs", ends_at))
+    queued = asyncio.create_task(engine.call(Kind.RUN, b"waits", ends_at))
+    await asyncio.sleep(0)
+    waits = asyncio.create_task(pool.provide("b", ends_at))
+    with pytest.raises(EngineLost) as lost:
+        await queued
+    assert not lost.value.is_blamable
+    assert not pool.serves("a")
+    assert not waits.done()
+    process = _process(starter, engine)
+    process.connection.data_received(pack_header(Kind.RAN, 1, 0))
+    assert await running == b""
+    await waits
+    assert process.is_killed
+    await pool.stop()
+
+
+async def test_a_call_that_holds_a_program_keeps_its_engine(starter: Starter) -> None:
+    pool = await _full_pool(starter, "a")
+    (engine,) = pool.engines
+    with engine.held():
+        waits = asyncio.create_task(pool.provide("b", _deadline()))
+        await _until(lambda: engine.is_given_away)
+        # It has no request there now, and sends one later.
+        await asyncio.sleep(0.05)
+        work = engine.submit(Kind.RUN, b"work")
+    assert not waits.done()
+    _answer(starter, engine, work)
+    await waits
+    await pool.stop()
+
+
+async def test_calls_are_refused_shortly_before_their_deadlines_and_told_what_is_full(starter: Starter) -> None:
+    pool = await _full_pool(starter, "abc")
+    await pool.session_engine("s", _deadline())
+    for engine in pool.engines:
+        engine.add_kept(engine.generation, 1)
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(
+        GradruleError, match=r"all 3 engines \(--max-engines\).*sessions hold 1, forward handles 2"
+    ) as full:
+        await pool.provide("d", started + 0.5)
+    assert full.value.reason == errors_pb2.ERROR_REASON_OVERLOADED
+    assert asyncio.get_running_loop().time() >= started + 0.4
+    assert pool.waiting_tenants == 0
+    await pool.stop()
+
+
+async def test_who_waits_no_longer_leaves_the_queue_and_the_engine_is_taken_back(starter: Starter) -> None:
+    pool = await _full_pool(starter, "a")
+    (engine,) = pool.engines
+    work = engine.submit(Kind.RUN, b"work")
+    waits = asyncio.create_task(pool.provide("b", _deadline()))
+    await _until(lambda: engine.is_given_away)
+    back = asyncio.create_task(pool.provide("a", _deadline()))
+    await asyncio.sleep(0)
+    assert not back.done()
+    waits.cancel()
+    await back
+    assert pool.engines_for("a") == [engine]
+    assert pool.waiting_tenants == 0
+    assert not work.ended
+    await pool.stop()
+
+
+async def test_an_engine_that_is_given_away_and_dies_is_not_replaced(starter: Starter) -> None:
+    pool = await _full_pool(starter, "a")
+    (engine,) = pool.engines
+    engine.submit(Kind.RUN, b"work")
+    waits = asyncio.create_task(pool.provide("b", _deadline()))
+    await _until(lambda: engine.is_given_away)
+    _process(starter, engine).die(CRASH)
+    await waits
+    assert [item.owner for item in pool.engines] == ["b"]
+    await pool.stop()
+
+
+async def test_sessions_never_hold_the_last_engine(starter: Starter) -> None:
+    changes: list[bool] = []
+    pool = _pool(max_engines=3, on_change=changes.append, times=replace(_TIMES, turn_s=0.01))
+    await pool.start()
+    first = await pool.session_engine("a", _deadline())
+    first.add_kept(first.generation, 1)
+    second = await pool.session_engine("b", _deadline())
+    second.add_kept(second.generation, 1)
+    third = asyncio.create_task(pool.session_engine("c", _deadline()))
+    await asyncio.sleep(0.05)
+    assert not third.done()
+    with pytest.raises(GradruleError, match="sessions hold 2, forward handles 0 engines, which are all that they may"):
+        await pool.session_engine("d", _deadline(0.05))
+    # Everybody's calls get their turn on the engine that is left.
+    for owner in "efa":
+        await pool.provide(owner, _deadline())
+    assert pool.is_ready
+    second.add_kept(second.generation, -1)
+    assert (await third).owner == "c"
+    assert second not in pool.engines
+    assert changes == [True]
+    await pool.stop()
+
+
+async def test_forward_handles_never_hold_the_last_engine(starter: Starter) -> None:
+    pool = await _full_pool(starter, "ab")
+    first, second = pool.engines
+    await pool.wait_to_keep("a", _deadline())
+    pool.check_may_keep(first)
+    first.add_kept(first.generation, 1)
+    # Further handles hold no further engine.
+    await pool.wait_to_keep("a", _deadline(0.05))
+    pool.check_may_keep(first)
+    with pytest.raises(GradruleError, match="OVERLOADED"):
+        await pool.wait_to_keep("b", _deadline(0.05))
+    with pytest.raises(GradruleError, match="OVERLOADED"):
+        pool.check_may_keep(second)
+    waits = asyncio.create_task(pool.wait_to_keep("b", _deadline()))
+    await asyncio.sleep(0)
+    first.add_kept(first.generation, -1)
+    await waits
+    await pool.stop()
+
+
+async def test_a_server_whose_only_engine_holds_sessions_is_not_ready(starter: Starter) -> None:
+    changes: list[bool] = []
+    pool = _pool(max_engines=1, on_change=changes.append, times=replace(_TIMES, turn_s=0.01))
+    await pool.start()
+    engine = await pool.session_engine("a", _deadline())
+    engine.add_kept(engine.generation, 1)
+    assert not pool.is_ready
+    engine.add_kept(engine.generation, -1)
+    await pool.provide("b", _deadline())
+    assert changes == [True, False, True]
+    await pool.stop()
+
+
+async def test_all_calls_of_more_tenants_than_engines_are_answered(starter: Starter) -> None:
+    pool = _pool(max_engines=2, times=replace(_TIMES, turn_s=0.02))
+    await pool.start()
+    answered: Counter[str] = Counter()
+
+    async def work_without_a_break(owner: str) -> None:
+        while min(answered[owner] for owner in "abcde") < 20:
+            await pool.provide(owner, _deadline())
+            engine = pool.engines_for(owner)[0]
+            with engine.held():
+                work = engine.submit(Kind.RUN, b"work")
+                await asyncio.sleep(0.002)
+                assert not _process(starter, engine).is_killed
+                _answer(starter, engine, work)
+            answered[owner] += 1
+
+    async with asyncio.timeout(30):
+        # Each tenant has several calls at a time, so that no engine is ever idle by itself.
+        await asyncio.gather(*(work_without_a_break(owner) for owner in "abcde" for _ in range(3)))
+    # Turns are long: few calls cost a change of engines.
+    assert len(starter.started) < answered.total() / 2
     await pool.stop()
 
 
