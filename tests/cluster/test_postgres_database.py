@@ -234,6 +234,24 @@ def test_log_keeps_the_last_rows(open_another: Callable[[], Store], monkeypatch:
     assert oldest > 10
 
 
+def test_log_with_the_largest_number_starts_again(open_another: Callable[[], Store]) -> None:
+    one, two = open_another(), open_another()
+    follower = follow(two)
+    one.add_rule(rule("a"))
+    two.refresh()
+    execute(one, f"INSERT INTO changes SELECT {2**63 - 1}, mark, kind, tenant, name, count, size FROM changes LIMIT 1")
+    for name in "bcd":
+        one.exclusively(lambda name=name: one.add_rule(rule(name)))  # type: ignore[misc]
+    two.refresh()
+    assert follower.seen[-1] == "reload"
+    two.exclusively(lambda: two.add_rule(rule("e")))
+    one.exclusively(lambda: one.add_rule(rule("f")))
+    two.refresh()
+    assert [change.name for change in follower.seen if isinstance(change, Change)][-1] == "f"
+    assert [row.name for row in two.rules()] == list("abcdef")
+    assert execute(one, "SELECT min(number), max(number) FROM changes") == [(1, 5)]
+
+
 def test_failing_follower_reads_everything_next_time(open_another: Callable[[], Store]) -> None:
     one, two = open_another(), open_another()
     follower = follow(two)
@@ -330,6 +348,22 @@ def test_refused_statement_is_reported_once(
     store.add_rule(rule("b"))
     store.refresh()
     assert [change.name for change in follower.seen if isinstance(change, Change)] == ["b"]
+
+
+def test_number_out_of_range_in_a_statement_of_the_server_is_reported(
+    postgres: PostgresServer, database_url: str, open_another: Callable[[], Store], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_another()
+    name = database_url.rpartition("/")[2]
+    postgres.execute("ALTER TABLE rules ALTER COLUMN create_time_us TYPE smallint", database=name)
+    with pytest.raises(GradruleError, match="cannot be used now") as refusal:
+        store.add_rule(RuleRow("a", b"definition", "", 1 << 40))
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
+    store.check()
+    assert "smallint out of range" in store.database.away or "smallint out of range" in caplog.text
+    postgres.execute("ALTER TABLE rules ALTER COLUMN create_time_us TYPE bigint", database=name)
+    wait_for_availability(store)
+    store.add_rule(RuleRow("a", b"definition", "", 1 << 40))
 
 
 def test_connections_that_the_database_has_ended_are_replaced(

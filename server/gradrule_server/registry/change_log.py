@@ -21,6 +21,8 @@ _KEPT_ROWS = 100_000
 _PRUNE_EVERY = 1000
 # To apply more changes takes longer than to read everything.
 _MOST_CHANGES = 5000
+# The largest number of a row, which nothing follows: a log that has it starts again with row 1.
+_LAST_NUMBER = 2**63 - 1
 # Kind of a row that starts a log: everything may have changed.
 _START = "start"
 
@@ -91,11 +93,15 @@ class ChangeLog:
 
 
 def _append(connection: Connection, kind: str, tenant: str, name: str, count: int, size: int) -> Position:
-    number = select(func.coalesce(func.max(changes.c.number), 0) + 1).scalar_subquery()
+    number = connection.execute(select(func.coalesce(func.max(changes.c.number), 0))).scalar_one() + 1
+    if number > _LAST_NUMBER:
+        # Servers do not find their last row in the new log, because marks are random, and read everything again.
+        connection.execute(delete(changes))
+        number = 1
     mark = uuid.uuid4().hex
     row = {"number": number, "mark": mark, "kind": kind, "tenant": tenant, "name": name, "count": count, "size": size}
-    statement = insert(changes).values(row).returning(changes.c.number)
-    return Position(connection.execute(statement).scalar_one(), mark)
+    connection.execute(insert(changes).values(row))
+    return Position(number, mark)
 
 
 def _rows_from(connection: Connection, number: int) -> list[Row[tuple[object, ...]]]:

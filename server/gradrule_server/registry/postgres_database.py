@@ -57,8 +57,9 @@ _AGAIN = frozenset({"40001", "40P01"})
 _BUSY = frozenset({"57014", "55P03"})
 _DISK_FULL = "53100"
 _NOT_PERMITTED = "42501"
-# A value, a constraint or a damaged row: concerns the caller only.
-_OF_THE_CALLER = ("22", "23", "XX")
+# A text that the database cannot store, a constraint or a damaged row: concerns the caller only. Other errors of class
+# 22, such as a number out of range, come from statements and rows of the server.
+_OF_THE_CALLER = ("22021", "23", "XX")
 # The database went away or refuses connections: shut down, starting, out of connections or memory, read-only.
 _AWAY = ("08", "53", "57P", "25006")
 # All connections that the database or the role may have are in use.
@@ -390,7 +391,8 @@ class PostgresDatabase(Database):
                 errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
                 "the disk of the database for rules and programs is full; its operator must free space",
             )
-        if state.startswith(_OF_THE_CALLER) or isinstance(cause.orig, psycopg.DataError):
+        # The driver refuses some texts itself, without a state.
+        if state.startswith(_OF_THE_CALLER) or (not state and isinstance(cause.orig, psycopg.DataError)):
             return cause
         if any(words in str(cause.orig) for words in _TOO_MANY_CONNECTIONS):
             # The connections that the server has go on.
@@ -399,7 +401,8 @@ class PostgresDatabase(Database):
                 f"{self._reason(cause)}"
             )
             return _unavailable("has no free connection")
-        # The connection ended, or the tables, the rights or the password were changed: the next call may meet the same.
+        # The connection ended, or the tables, their rows, the rights or the password were changed: the next call may
+        # meet the same.
         self._set_away(f"the registry's database {self.description} cannot be used: {self._reason(cause)}")
         # A server that became read-only keeps its connections.
         self._disconnect()
