@@ -13,6 +13,7 @@ import errno
 import logging
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -38,6 +39,7 @@ _KEYS_LAST_S = 10.0
 # Threads of handshakes and threads that close connections.
 _MAX_THREADS = 64
 _BACKLOG = 64
+_MAX_HANDSHAKES = 256
 _CLOSING_S = 5.0
 _MAX_KEYS_PER_TENANT = 16
 # Each memory takes two descriptors, however small it is.
@@ -69,7 +71,8 @@ class SharedMemoryServer:
         self._listener: socket.socket | None = None
         self._keys: dict[bytes, Keys] = {}
         self._connections: dict[tuple[str, bytes], MemoryConnection] = {}
-        self._handshakes: set[Handshake] = set()
+        # In the order in which they connected.
+        self._handshakes: dict[Handshake, None] = {}
         self._has_warned = False
         self.address = ""
 
@@ -102,14 +105,19 @@ class SharedMemoryServer:
         self._loop.remove_reader(listener.fileno())
         for client_key in list(self._keys):
             self._withdraw_keys(client_key)
+        # Threads close the connections of the others.
+        waiting = [handshake for handshake in self._handshakes if handshake.is_waiting]
         for handshake in list(self._handshakes):
-            self._end_handshake(handshake)
+            handshake.stop_waiting()
+            self._forget_handshake(handshake)
         connections, releases = list(self._connections.values()), []
         for key in list(self._connections):
             releases.append(self._disconnect(key))
 
         def release() -> None:
             listener.close()
+            for handshake in waiting:
+                handshake.close()
             for connection in connections:
                 connection.release()
 
@@ -234,8 +242,33 @@ class SharedMemoryServer:
             keys.timer.cancel()
             self._tenants.release(keys.tenant)
 
+    def _wait_for_message(self, handshake: Handshake) -> None:
+        """Lets a thread receive the next message of a client, or closes its connection after some seconds."""
+        if handshake.has_ended:
+            self._forget_handshake(handshake)
+        elif self.is_closed:
+            self._end_handshake(handshake)
+        else:
+            handshake.wait(lambda: self._receive(handshake), lambda: self._end_handshake(handshake))
+
+    def _receive(self, handshake: Handshake) -> None:
+        handshake.stop_waiting()
+        self._run_in_thread(handshake.run, lambda: self._wait_for_message(handshake))
+
     def _end_handshake(self, handshake: Handshake) -> None:
-        self._handshakes.discard(handshake)
+        """Closes the connection of a client that has not handed memory over, in a thread."""
+        handshake.stop_waiting()
+        self._run_in_thread(handshake.close, lambda: self._forget_handshake(handshake))
+
+    def _make_room(self) -> None:
+        """Ends the oldest waiting handshake of the user that has most of them, if there are too many."""
+        waiting = [handshake for handshake in self._handshakes if handshake.is_waiting]
+        if len(waiting) > _MAX_HANDSHAKES:
+            [(uid, _)] = Counter(handshake.uid for handshake in waiting).most_common(1)
+            self._end_handshake(next(handshake for handshake in waiting if handshake.uid == uid))
+
+    def _forget_handshake(self, handshake: Handshake) -> None:
+        self._handshakes.pop(handshake, None)
         tenant, handshake.tenant = handshake.tenant, None
         if tenant is not None:
             self._tenants.release(tenant)
@@ -262,8 +295,9 @@ class SharedMemoryServer:
             return
         self._has_warned = False
         handshake = Handshake(self, connection)
-        self._handshakes.add(handshake)
-        self._run_in_thread(handshake.run, lambda: self._end_handshake(handshake))
+        self._handshakes[handshake] = None
+        self._wait_for_message(handshake)
+        self._make_room()
 
     def _run_in_thread(self, function: Callable[[], None], on_end: Callable[[], None]) -> None:
         """Runs a function that may block, and stops accepting connections while too many threads run."""

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import socket
-import time
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 KEY_BYTES = 16
 _HANDSHAKE_S = 5.0
 _ACCEPTED, _REFUSED = b"\x00", b"\x01"
+# Process, user and group of the other end.
+_CREDENTIALS = struct.Struct("3i")
 # SO_PASSRIGHTS: whether descriptors may be sent to a socket. Linux has it from 6.16 on, Python has no name for it.
 _PASS_DESCRIPTORS = 83
 
@@ -53,33 +55,67 @@ class MemoryReceiver(Protocol):
 
 
 class Handshake:
-    """A connection whose client has not handed its memory over yet; `run` serves it in a thread of its own."""
+    """A connection whose client has not handed its memory over yet.
+
+    The event loop waits for each message of the client, so that clients that send nothing take no thread; `run`
+    receives a message in a thread.
+    """
 
     def __init__(self, receiver: MemoryReceiver, connection: socket.socket) -> None:
+        connection.setblocking(False)
         self._receiver = receiver
         self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self._ends_at = time.monotonic() + _HANDSHAKE_S
+        self._ends_at = self._loop.time() + _HANDSHAKE_S
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_shown_key = False
+        self.uid = _peer_uid(connection)
+        """User of the process that has connected."""
+        self.has_ended = False
+        """Whether the connection is closed, or is that of a registered memory."""
         self.tenant: Tenant | None = None
         """The tenant whose keys were shown. Changed on the event loop only."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the event loop waits for a message."""
+        return self._timer is not None
+
+    def wait(self, on_message: Callable[[], None], on_timeout: Callable[[], None]) -> None:
+        """Calls one of two functions on the event loop: when a message arrives, or when the client has no more time."""
+        self._loop.add_reader(self._connection.fileno(), on_message)
+        self._timer = self._loop.call_at(self._ends_at, on_timeout)
+
+    def stop_waiting(self) -> None:
+        """Waits no longer for a message."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._loop.remove_reader(self._connection.fileno())
+
     def run(self) -> None:
-        """Receives memory, or closes the connection."""
-        is_registered = False
+        """Receives the next message: the key, then the memory; anything else closes the connection."""
+        is_kept = False
         try:
-            is_registered = not self._receiver.is_closed and self._check_key() and self._receive_memory()
+            if self._receiver.is_closed:
+                return
+            if self._has_shown_key:
+                is_kept = self.has_ended = self._receive_memory()
+            else:
+                is_kept = self._has_shown_key = self._check_key()
         except (OSError, RuntimeError) as cause:
             # RuntimeError: the loop has ended.
             _log.debug("a client shares no memory: %s", cause)
         finally:
-            if not is_registered:
-                self._connection.close()
+            if not is_kept:
+                self.close()
 
-    def _await_message(self) -> None:
-        self._connection.settimeout(max(self._ends_at - time.monotonic(), 0.001))
+    def close(self) -> None:
+        """Closes the connection, which may block."""
+        self.has_ended = True
+        self._connection.close()
 
     def _check_key(self) -> bool:
-        self._await_message()
         # The kernel closes descriptors that come with the key, since this call does not ask for them.
         client_key = self._connection.recv(KEY_BYTES + 1)
         keys = self._on_loop(lambda: self._receiver.redeem(self, client_key))
@@ -90,7 +126,6 @@ class Handshake:
         return True
 
     def _receive_memory(self) -> bool:
-        self._await_message()
         data, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
         for fd in descriptors:
             is_registered = False
@@ -154,7 +189,6 @@ class MemoryConnection:
 
     def confirm(self) -> None:
         """Sends the client the name of the memory. Raises `OSError` where the client is gone."""
-        self._connection.setblocking(False)
         self._connection.send(_ACCEPTED + self.memory.name)
 
     def disconnect(self) -> None:
@@ -166,6 +200,13 @@ class MemoryConnection:
         """Closes the connection and the memory, which may block."""
         self._connection.close()
         self.memory.release()
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    """Returns the user of the process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
 
 
 def allow_descriptors(sock: socket.socket, is_allowed: bool) -> None:

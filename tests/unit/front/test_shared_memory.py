@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ import pytest
 from gradrule.common.memory_regions import Memory
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError
+from gradrule_server.front import shared_memory, shared_memory_connections
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.quotas import Quota
@@ -244,6 +246,87 @@ def test_accepting_pauses_when_no_descriptor_is_free(caplog: pytest.LogCaptureFi
         assert caplog.text.count("too many") == 1
 
     asyncio.run(run())
+
+
+def connected(memories: SharedMemoryServer) -> socket.socket:
+    """A connection that has sent nothing."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
+    connection.connect("\0" + memories.address)
+    return connection
+
+
+async def connect_idle(memories: SharedMemoryServer, count: int, *, shows_keys: bool = False) -> list[socket.socket]:
+    """Connections that send nothing, or nothing after the keys of a tenant."""
+    idle, caller = [], caller_of("idle")
+    for _ in range(count):
+        accepted = len(memories._handshakes)
+        idle.append(connected(memories))
+        await _until(lambda accepted=accepted: len(memories._handshakes) > accepted)  # type: ignore[misc]
+        if shows_keys:
+            offer = memories.issue_keys(caller)
+            idle[-1].send(offer.client_key)
+            assert await asyncio.get_running_loop().sock_recv(idle[-1], 100) == offer.server_key
+    return idle
+
+
+@pytest.mark.parametrize("shows_keys", [False, True])
+def test_idle_connections_do_not_delay_the_handshakes_of_others(
+    monkeypatch: pytest.MonkeyPatch, shows_keys: bool
+) -> None:
+    monkeypatch.setattr(shared_memory_connections, "_HANDSHAKE_S", 3600.0)
+
+    async def run() -> None:
+        around = Counters()
+        before = count_descriptors()
+        with sharing(around) as memories:
+            idle = await connect_idle(memories, 200, shows_keys=shows_keys)
+            async with asyncio.timeout(60):
+                connection, answer = await handed_over(memories, caller_of("a"), Memory(4 * _MEBIBYTE))
+            assert answer[:1] == b"\0"
+            await _until(lambda: len(memories._handshakes) == 200)
+        for each in (connection, *idle):
+            each.close()
+        assert around.entered == 0
+        assert count_descriptors() == before
+
+    asyncio.run(run())
+
+
+def test_idle_connections_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory_connections, "_HANDSHAKE_S", 0.05)
+
+    async def run() -> None:
+        with sharing(Counters()) as memories, connected(memories) as connection:
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1), 60) == b""
+            await _until(lambda: not memories._handshakes)
+
+    asyncio.run(run())
+
+
+def test_full_server_ends_the_oldest_handshake_of_the_user_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory_connections, "_HANDSHAKE_S", 3600.0)
+    monkeypatch.setattr(shared_memory, "_MAX_HANDSHAKES", 5)
+    uids = iter([7, 8, 8, 7, 8, 8, 8])
+    monkeypatch.setattr(shared_memory_connections, "_peer_uid", lambda _: next(uids))
+
+    async def run() -> None:
+        with sharing(Counters()) as memories, ExitStack() as idle:
+            connections = []
+            for _ in range(7):
+                connections.append(idle.enter_context(connected(memories)))
+                await _until(lambda: len(memories._handshakes) == min(len(connections), 5))
+            ended = [await asyncio.get_running_loop().sock_recv(connections[number], 1) for number in (1, 2)]
+            assert ended == [b"", b""]
+            assert [handshake.uid for handshake in memories._handshakes] == [7, 7, 8, 8, 8]
+
+    asyncio.run(run())
+
+
+def test_uid_is_that_of_the_process_that_connects() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        assert shared_memory_connections._peer_uid(one) == os.getuid()
 
 
 @contextmanager
