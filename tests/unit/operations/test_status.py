@@ -61,7 +61,8 @@ def test_status_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     tenants = [tenant(f"t{number}") for number in range(21)] + [tenant("[red]evil\x1b[2J\n", requests=99)]
     quarantined = [Quarantined("0f1e", "signal 6", 41.5)]
     found = server_status(status.server_status(sources(tenants, quarantined, {"blob_bytes": 1 << 30}), 3700))
-    output.console().print(drawn(found, "host:1"))
+    screen = output.console()
+    screen.print(drawn(screen, found, "host:1"))
     text = capsys.readouterr().out
     assert "\x1b" not in text
     for words in (
@@ -82,7 +83,8 @@ def test_status_shows_a_registry_that_is_away(capsys: pytest.CaptureFixture[str]
     registry = replace(REGISTRY, problem="connection refused", unavailable_s=200.0)
     found = server_status(status.server_status(sources(registry=registry), 0))
     assert (found.registry.problem, found.registry.unavailable_for) == ("connection refused", 200.0)
-    output.console().print(drawn(found, "host:1"))
+    screen = output.console()
+    screen.print(drawn(screen, found, "host:1"))
     text = " ".join(capsys.readouterr().out.split())
     for words in (REGISTRY.database, "unavailable for 3 min 20 s", REGISTRY.blobs):
         assert words in text
@@ -91,7 +93,8 @@ def test_status_shows_a_registry_that_is_away(capsys: pytest.CaptureFixture[str]
 def test_status_of_an_older_server_shows_no_registry(capsys: pytest.CaptureFixture[str]) -> None:
     message = status.server_status(sources(), 0)
     message.ClearField("registry")
-    output.console().print(drawn(server_status(message), "host:1"))
+    screen = output.console()
+    screen.print(drawn(screen, server_status(message), "host:1"))
     assert "database" not in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,12 +22,16 @@ from gradrule.common.dtypes import dtype_name
 from gradrule.errors import GradruleError, UnknownRuleError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
 _PIPE_WIDTH = 200
+_GAP = 2
+_LEAST_CUT = 24
+"""Characters between two columns, and the least width of a column whose cells are cut."""
 _SHOWN_VALUES = 24
 _PICTURES = (".png", ".svg", ".pdf")
 RESOLUTION_COLUMNS = ("node", "op type", "rule", "label", "status")
@@ -120,9 +124,11 @@ def table(
     """Prints a table; prints nothing without rows. `one_line`: cut long cells on a terminal, one line for each row."""
     cells = [list(row) for row in rows]
     if cells:
-        is_plain, is_cut = isinstance(screen, PlainScreen), one_line and screen.is_terminal
-        drawn = plain_table(title, columns, cells) if is_plain else drawn_table(title, columns, cells, is_cut=is_cut)
-        screen.print(drawn)
+        is_cut = one_line and screen.is_terminal
+        if isinstance(screen, PlainScreen):
+            screen.print(plain_table(title, columns, cells))
+        else:
+            screen.print(drawn_table(title, columns, cells, width=screen.width, is_cut=is_cut))
 
 
 def counted(count: int, what: str) -> str:
@@ -130,22 +136,105 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def drawn_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, is_cut: bool = False) -> Table:
-    """Returns a rich table. `is_cut`: each row takes one line; long cells are cut."""
+def drawn_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, width: int, is_cut: bool = False
+) -> RenderableType:
+    """Returns a table for rich that fits into `width` characters and keeps words whole.
+
+    A table that is too wide for its longest words is turned: each of its columns becomes a line. `is_cut`: each row
+    takes one line; the first column is whole, the others are cut, and those that do not fit are left out.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    header, cells = [printable(column) for column in columns], [[printable(cell) for cell in row] for row in rows]
+    if is_cut:
+        cells = [[" ".join(cell.split()) for cell in row] for row in cells]
+        tables = [_rich_table(header, cells, _cut_widths(header, cells, width), is_cut=True)]
+    elif (widths := _widths([header, *cells], width)) is not None:
+        tables = [_rich_table(header, cells, widths)]
+    elif any(header):
+        tables = list(_turned_tables(header, cells, width))
+    else:
+        tables = [_rich_table(header, cells, _folded_widths(cells, width))]
+    heading = [Text(printable(title), style="table.title")] if title else []
+    return Group(*heading, *(part for one in tables for part in (one, Text(""))))
+
+
+def _turned_tables(header: list[str], cells: list[list[str]], width: int) -> Iterator[Table]:
+    """Yields tables with a line for each column, and as many rows side by side as fit."""
+
+    def turned(count: int) -> list[list[str]]:
+        return [list(line) for line in zip(header, *cells[:count], strict=True)]
+
+    while cells:
+        count = 1
+        while count < len(cells) and _widths(turned(count + 1), width, is_folded=False) is not None:
+            count += 1
+        lines = turned(count)
+        widths = _widths(lines, width) or _folded_widths(lines, width)
+        yield _rich_table([""] * len(widths), lines, widths)
+        cells = cells[count:]
+
+
+def _rich_table(header: list[str], cells: list[list[str]], widths: list[int], *, is_cut: bool = False) -> Table:
+    """Returns a rich table of columns with these widths; columns without a width are left out."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    style = box.SIMPLE_HEAD if any(columns) else box.SIMPLE
-    drawn = Table(title=title or None, title_justify="left", box=style, show_header=any(columns), pad_edge=False)
-    for number, column in enumerate(columns):
-        # The first column has the names, by which the other commands find the rows.
-        least = 24 if is_cut and number == 0 else None
-        drawn.add_column(printable(column), overflow="ellipsis" if is_cut else "fold", no_wrap=is_cut, min_width=least)
-    for row in rows:
-        cells = (printable(cell) for cell in row)
-        drawn.add_row(*(Text(" ".join(cell.split()) if is_cut else cell) for cell in cells))
+    style, gap = box.SIMPLE_HEAD if any(header) else box.SIMPLE, (0, _GAP - 1, 0, 0)
+    drawn = Table(box=style, show_header=any(header), show_edge=False, pad_edge=False, padding=gap)
+    for number, (column, width) in enumerate(zip(header, widths, strict=False)):
+        is_whole = number == 0 or not is_cut
+        drawn.add_column(column, width=width, overflow="fold" if is_whole else "ellipsis", no_wrap=not is_whole)
+    for row in cells:
+        drawn.add_row(*(Text(cell) for cell in row[: len(widths)]))
     return drawn
+
+
+def _widths(lines: list[list[str]], width: int, *, is_folded: bool = True) -> list[int] | None:
+    """Returns widths of columns that fit and keep words whole; None if there are none.
+
+    `is_folded`: cells may be folded between words.
+    """
+    wanted = _longest(lines, str.splitlines)
+    least = _longest(lines, str.split) if is_folded else wanted
+    room = width - _GAP * (len(wanted) - 1)
+    return None if sum(least) > room else _shrunk(wanted, least, room)
+
+
+def _cut_widths(header: list[str], cells: list[list[str]], width: int) -> list[int]:
+    """Returns widths of the first columns, as many as fit with `_LEAST_CUT` characters each."""
+    wanted = _longest([header, *cells], str.splitlines)
+    least = [min(wanted[0], width), *(min(one, _LEAST_CUT) for one in wanted[1:])]
+    count = next(n for n in range(len(least), 0, -1) if n == 1 or sum(least[:n]) + _GAP * (n - 1) <= width)
+    return _shrunk(wanted[:count], least[:count], width - _GAP * (count - 1))
+
+
+def _folded_widths(lines: list[list[str]], width: int) -> list[int]:
+    """Returns widths for a table whose last column gets the remaining room, even if its words are longer."""
+    *wanted, _ = _longest(lines, str.splitlines)
+    return [*wanted, max(width - sum(wanted) - _GAP * len(wanted), 1)]
+
+
+def _shrunk(wanted: list[int], least: list[int], room: int) -> list[int]:
+    """Returns widths whose sum is at most `room`: the widest columns are made narrower, but not below `least`."""
+    widths = [max(min(one, room), low) for one, low in zip(wanted, least, strict=True)]
+    while sum(widths) > room:
+        widest = max((n for n in range(len(widths)) if widths[n] > least[n]), key=lambda n: widths[n])
+        widths[widest] -= 1
+    return widths
+
+
+def _longest(lines: list[list[str]], split: Callable[[str], list[str]]) -> list[int]:
+    """Returns the width of the longest part of each column."""
+    from rich.cells import cell_len
+
+    return [
+        max((cell_len(part) for cell in column for part in split(cell)), default=0)
+        for column in zip(*lines, strict=True)
+    ]
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

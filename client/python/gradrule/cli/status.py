@@ -76,10 +76,10 @@ def run_status(options: argparse.Namespace) -> int:
             return 0
         from rich.live import Live
 
-        with Live(drawn(status, options.target), auto_refresh=False) as live:
+        with Live(drawn(screen, status, options.target), auto_refresh=False) as live:
             while True:
                 time.sleep(options.interval)
-                live.update(drawn(client.server_status(), options.target), refresh=True)
+                live.update(drawn(screen, client.server_status(), options.target), refresh=True)
 
 
 def show(screen: output.Screen, status: ServerStatus, target: str) -> None:
@@ -89,12 +89,12 @@ def show(screen: output.Screen, status: ServerStatus, target: str) -> None:
         output.table(screen, "", columns, rows)
 
 
-def drawn(status: ServerStatus, target: str) -> RenderableType:
-    """Returns the status as tables for rich."""
+def drawn(screen: output.Screen, status: ServerStatus, target: str) -> RenderableType:
+    """Returns the status as tables for rich, as wide as the screen is now."""
     from rich.console import Group
     from rich.text import Text
 
-    tables = (output.drawn_table("", columns, rows) for columns, rows in _tables(status))
+    tables = (output.drawn_table("", columns, rows, width=screen.width) for columns, rows in _tables(status) if rows)
     return Group(Text(_head(status, target)), *tables)
 
 
@@ -104,7 +104,7 @@ def _head(status: ServerStatus, target: str) -> str:
     return (
         f"gradrule {status.version} at {target}{host}, TensorFlow {status.tensorflow_version or '?'}: {state}, "
         f"up {duration_text(status.uptime)}, {usage_text(status.requests)} requests, "
-        f"{status.spare_engines} spare engines"
+        f"{output.counted(status.spare_engines, 'spare engine')}"
     )
 
 

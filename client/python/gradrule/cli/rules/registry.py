@@ -96,14 +96,16 @@ def run_list(options: argparse.Namespace) -> int:
         [
             rule.name,
             rule.family or rule.kind,
-            rule_text.params_text(rule.param_infos),
-            rule_text.formula_text(rule),
             rule.description,
+            rule_text.formula_text(rule),
+            rule_text.params_text(rule.param_infos),
         ]
         for rule in shown
     ]
-    columns = ("name", "family", "params", "formula", "description")
+    columns = ("name", "family", "description", "formula", "params")
     output.table(screen, output.counted(len(shown), "rule"), columns, rows, one_line=True)
+    if screen.is_terminal and rows:
+        screen.print("`gradrule rules show NAME` shows a rule in full")
     if len(shown) < len(rules):
         screen.print(f"and {output.counted(len(rules) - len(shown), 'gradient')} of TensorFlow's ops: --kind op")
     if not rows:
