@@ -55,10 +55,14 @@ def log_lines(running: RunningServer) -> list[dict[str, str]]:
 def http2_headers() -> list[tuple[str, bytes, set[int | None]]]:
     """Lists header blocks that no gRPC library sends: a name, the block, and the allowed result (None: a reset)."""
     found: list[tuple[str, bytes, set[int | None]]] = [
+        # grpc.aio decodes the path before it asks the server for a handler, and names its own exception.
         ("path that is not UTF-8", wire.headers(b"/\xff/x"), {UNKNOWN, UNIMPLEMENTED}),
         ("authority that is not UTF-8", wire.headers(CHECK, authority=b"\xff\xfe"), {OK, INTERNAL}),
         ("method GET", wire.headers(CHECK, method=b"GET"), {None}),
         ("no path", wire.headers(CHECK, path=None), {None, INTERNAL}),
+        # gRPC hides the content type from the server. What keeps web pages out is that no page can send `te`.
+        ("text from a web page", wire.headers(CHECK, te=None, content_type=b"text/plain"), {None}),
+        ("bytes from a web page", wire.headers(CHECK, te=None, content_type=None), {None}),
         ("te that is not trailers", wire.headers(CHECK, te=b"gzip"), {None, INTERNAL}),
         ("index out of range", b"\xff\xff\xff\x00" + wire.headers(CHECK), {INTERNAL}),
         ("header that does not end", b"\x00\x05x-a", {INTERNAL}),

@@ -82,7 +82,7 @@ class Authenticator:
         """Returns the principal of a call's `authorization` headers; None if they hold no valid token."""
         if len(values) != 1 or values[0][: len(_SCHEME)].lower() != _SCHEME:
             return None
-        text = values[0][len(_SCHEME) :].strip()
+        text = values[0][len(_SCHEME) :].strip(" ")
         found = None if self.tokens is None else self.tokens.find(text)
         return self.jwts.find(text) if found is None and self.jwts is not None else found
 

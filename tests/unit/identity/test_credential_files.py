@@ -62,6 +62,18 @@ def test_file_with_an_invalid_line_is_refused(tmp_path: Path, line: str, why: st
         TokenFile(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("space", ["\xa0", "\t", "\u2003", "\u3000", "\x0b", " \xa0", "\n"])
+def test_only_spaces_separate_the_scheme_from_the_token(tmp_path: Path, space: str) -> None:
+    text, token = new_token("ada")
+    add_token(tmp_path / "tokens", token)
+    authenticator = Authenticator(tokens=TokenFile(tmp_path / "tokens"))
+    for value in (f"Bearer {text}", f"bearer  {text} "):
+        found = authenticator.from_authorization([value])
+        assert found is not None and found.tenant == "ada"
+    for value in (f"Bearer{space}{text}", f"Bearer {space}{text}", f"Bearer {text}{space}"):
+        assert authenticator.from_authorization([value]) is None
+
+
 def test_token_is_valid_until_it_expires_or_is_revoked(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     text, token = new_token("ada", is_admin=True)
