@@ -326,6 +326,15 @@ def test_program_of_equal_content_is_the_same(either: Any) -> None:
     assert first.name == again.name != other.name
 
 
+def test_listed_program_is_complete(either: Any) -> None:
+    overrides = [gr.Override("ste", op_type="Square")]
+    p = either.compile(load_graph(GRAPH), ys=["p"], xs=["a"], overrides=overrides)
+    (listed,) = (item for item in either.list_programs() if item.name == p.name)
+    assert [item.rule for item in listed.overrides] == ["ste"]
+    assert listed.overrides == p.overrides
+    assert listed.default_gradient_nodes == p.default_gradient_nodes != []
+
+
 def test_deleted_program_is_gone(either: Any) -> None:
     p = either.compile(load_graph(GRAPH), fetches=["q"], name="short-lived")
     assert p.name in {item.name for item in either.list_programs()}

@@ -75,6 +75,15 @@ def test_derivatives_are_those_at_the_present_values(either: Any) -> None:
         for name, gradient in zip(["w", "b"], gradients, strict=True):
             np.testing.assert_allclose(products[name], accumulator.jvp(gradient), **CLOSE)
 
+        upstream = RNG.normal(size=y.shape).astype(np.float32)
+        with tf.autodiff.ForwardAccumulator(given["w"], tf.constant(tangents["w"])) as accumulator:
+            with tf.GradientTape() as inner:
+                inner.watch(given["w"])
+                weighted, _ = local(**given)
+            gradient = inner.gradient(weighted, given["w"], output_gradients=tf.constant(upstream))
+        products = s.hvp({"x": X}, {"w": tangents["w"]}, ys="y", xs="w", grad_ys={"y": upstream})
+        np.testing.assert_allclose(products["w"], accumulator.jvp(gradient), **CLOSE)
+
         rows = RNG.normal(size=(2, *y.shape)).astype(np.float32)
         stacked = s.evaluate({"x": X}, ys="y", xs="w", grad_ys=[rows], stacked_grad_ys=True).gradients["w"]
         for row, pulled in zip(rows, stacked, strict=True):

@@ -289,7 +289,7 @@ class ProgramRegistry:
             return self._store.program_graph_bytes(stored.id, stored.identity, self._tenant)
 
     def list(self, page_size: int, page_token: str) -> tuple[list[StoredProgram], str]:
-        """Returns a page of programs by id, without overrides and default_gradient_nodes, and the next page's token.
+        """Returns a page of programs by id, and the next page's token.
 
         The stored metadata of a page has at most `page_tokens.MAX_PAGE_BYTES`, whatever its size. Raises
         MALFORMED_REQUEST.
@@ -303,9 +303,6 @@ class ProgramRegistry:
                 page.append(_stored(row))
             except UnreadableRowError as cause:
                 _log_unreadable(self._tenant, row.id, cause)
-        for item in page:
-            item.program.ClearField("overrides")
-            item.program.ClearField("default_gradient_nodes")
         return page, page_tokens.encode(_LISTING, [rows[-1].id]) if has_more else ""
 
     def delete(self, name: str) -> None:

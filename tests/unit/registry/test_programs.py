@@ -188,15 +188,15 @@ def test_limit_refuses_only_new_programs(store: Store) -> None:
     create(registry, "c")
 
 
-def test_pages_are_ordered_by_id_and_lack_overrides(store: Store) -> None:
+def test_pages_are_ordered_by_id_and_complete(store: Store) -> None:
     registry = registry_of(store)
     for program_id in ("c", "a", "e", "b", "d"):
         create(registry, program_id)
     first, token = registry.list(2, "")
     assert [item.id for item in first] == ["a", "b"]
-    assert not first[0].program.overrides
-    assert not first[0].program.default_gradient_nodes
-    assert first[0].program.inputs == compiled().inputs
+    assert [item.program for item in first] == [registry.get(item.id).program for item in first]
+    assert first[0].program.overrides == compiled().overrides
+    assert first[0].program.default_gradient_nodes == compiled().default_gradient_nodes
     # What comes and goes between pages neither repeats nor hides anything else.
     registry.delete("b")
     create(registry, "aa")

@@ -743,7 +743,7 @@ class ListProgramsResponse(google.protobuf.message.Message):
     """Token of the next page; empty on the last page."""
     @property
     def programs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Program]:
-        """Programs of this page, without overrides and default_gradient_nodes."""
+        """Programs of this page."""
 
     def __init__(
         self,

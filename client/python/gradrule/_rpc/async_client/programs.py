@@ -129,7 +129,7 @@ class AsyncProgramMethods(AsyncClientBase):
         return AsyncProgram(self, message)
 
     async def list_programs(self, *, timeout: float | None = None) -> list[AsyncProgram]:
-        """Lists all programs, without their `overrides` and `default_gradient_nodes`, which `program` returns.
+        """Lists all programs by name.
 
         Args:
             timeout: Seconds for each page; default: that of `connect`.

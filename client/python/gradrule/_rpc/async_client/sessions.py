@@ -230,6 +230,7 @@ class AsyncSession(SessionBase):
         *,
         ys: Names,
         xs: GroupedNames,
+        grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: UnconnectedGradients = "none",
         params: CallParams | None = None,
@@ -242,6 +243,7 @@ class AsyncSession(SessionBase):
             vectors: As in `AsyncClient.hvp`.
             ys: As in `AsyncClient.evaluate`.
             xs: As in `AsyncClient.evaluate`; variables too.
+            grad_ys: As in `AsyncClient.hvp`.
             stop_gradients: As in `AsyncClient.evaluate`.
             unconnected_gradients: As in `AsyncClient.evaluate`.
             params: As in `AsyncClient.evaluate`.
@@ -253,7 +255,7 @@ class AsyncSession(SessionBase):
         Raises:
             GradruleError: As in `AsyncClient.hvp`.
         """
-        arguments = ProgramArguments((), ys, xs, None, stop_gradients, unconnected_gradients)
+        arguments = ProgramArguments((), ys, xs, grad_ys, stop_gradients, unconnected_gradients)
         return await self._run(self._hvp(feeds, vectors, arguments, params), timeout)
 
     async def forward(

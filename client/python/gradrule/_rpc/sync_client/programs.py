@@ -130,7 +130,7 @@ class ProgramMethods(ClientBase):
         return Program(self, message)
 
     def list_programs(self, *, timeout: float | None = None) -> list[Program]:
-        """Lists all programs, without their `overrides` and `default_gradient_nodes`, which `program` returns.
+        """Lists all programs by name.
 
         Args:
             timeout: Seconds for each page; default: that of `connect`.

@@ -231,6 +231,7 @@ class Session(SessionBase):
         *,
         ys: Names,
         xs: GroupedNames,
+        grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: UnconnectedGradients = "none",
         params: CallParams | None = None,
@@ -243,6 +244,7 @@ class Session(SessionBase):
             vectors: As in `Client.hvp`.
             ys: As in `Client.evaluate`.
             xs: As in `Client.evaluate`; variables too.
+            grad_ys: As in `Client.hvp`.
             stop_gradients: As in `Client.evaluate`.
             unconnected_gradients: As in `Client.evaluate`.
             params: As in `Client.evaluate`.
@@ -254,7 +256,7 @@ class Session(SessionBase):
         Raises:
             GradruleError: As in `Client.hvp`.
         """
-        arguments = ProgramArguments((), ys, xs, None, stop_gradients, unconnected_gradients)
+        arguments = ProgramArguments((), ys, xs, grad_ys, stop_gradients, unconnected_gradients)
         return self._run(self._hvp(feeds, vectors, arguments, params), timeout)
 
     def forward(

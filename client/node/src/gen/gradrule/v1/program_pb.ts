@@ -713,7 +713,7 @@ export const ListProgramsRequestSchema: GenMessage<ListProgramsRequest> = /*@__P
  */
 export type ListProgramsResponse = Message<"gradrule.v1.ListProgramsResponse"> & {
   /**
-   * Programs of this page, without overrides and default_gradient_nodes.
+   * Programs of this page.
    *
    * @generated from field: repeated gradrule.v1.Program programs = 1;
    */
