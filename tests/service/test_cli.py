@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import signal
@@ -13,8 +15,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.text_format import MessageToString
 
 import gradrule as gr
+from gradrule.cli.failures import FAILED, FOUND, REFUSED, UNREACHABLE, USAGE
 from gradrule.cli.main import main
 from tests.service.servers import RunningServer
 from tests.service.shell import CommandResult, Shell, shell_in
@@ -58,11 +63,11 @@ def test_rule_is_created_shown_and_deleted(shell: Shell) -> None:
     shown = shell("rules", "show", "CliRule")
     assert made.json["digest"] in shown.out
     other = shell("rules", "create", "CliRule", "3 * dy")
-    assert (other.code, other.out) == (1, "")
+    assert (other.code, other.out) == (REFUSED, "")
     assert "RULE_EXISTS" in other.err
     assert shell("rules", "delete", "CliRule").code == 0
     gone = shell("rules", "show", "CliRule")
-    assert gone.code == 1
+    assert gone.code == REFUSED
     assert "UNKNOWN_RULE" in gone.err
 
 
@@ -180,7 +185,7 @@ def test_strings_are_shown_but_not_pickled(shell: Shell) -> None:
     words = ("evaluate", "graph.pb", "--feed", "x=x.npy", "--fetch", "text")
     assert shell(*words, "--json").json["outputs"]["text"]["values"][1].startswith("0.5")
     refused = shell(*words, "--out", "text.npz")
-    assert refused.code == 1
+    assert refused.code == FAILED
     assert "strings" in refused.err
     assert not Path("text.npz").exists()
 
@@ -199,7 +204,7 @@ def test_explain_runs_nothing(shell: Shell) -> None:
 def test_explain_lists_all_problems(shell: Shell) -> None:
     words = ("explain", "graph.pb", "--y", "y", "--x", "x", "--override", "Sgn=ste_sign", "--override", "Mul=ste_sgn")
     done = shell(*words)
-    assert done.code == 1
+    assert done.code == FOUND
     assert done.rows("UNKNOWN_OP_TYPE", "'Sign'")
     assert done.rows("UNKNOWN_RULE", "'ste_sign'")
     assert {item["reason"] for item in shell(*words, "--json").json["findings"]} == {"UNKNOWN_OP_TYPE", "UNKNOWN_RULE"}
@@ -221,29 +226,88 @@ def test_program_is_compiled_evaluated_and_deleted(shell: Shell) -> None:
     assert ran["overrides"] == shown["overrides"]
     assert shell("programs", "delete", "programs/cli-program").code == 0
     gone = shell("programs", "show", "cli-program")
-    assert gone.code == 1
+    assert gone.code == REFUSED
     assert "PROGRAM_NOT_FOUND" in gone.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("evaluate", "graph.pb", "--feed", "x=x.npy", "--y", "y", "--x", "x"), ("MISSING_FEED", "'w'")),
-        (("evaluate", "graph.pb", "--feed", "x=x.npy", "--fetch", "z"), ("UNKNOWN_TENSOR", "'z'")),
-        (("evaluate", "none.pb", "--fetch", "y"), ("none.pb", "No such file")),
-        (("rules", "show", "ste_sgn"), ("UNKNOWN_RULE", "'ste_sign'")),
-        (("rules", "delete", "ste_sign"), ("RULE_READ_ONLY",)),
-        (("rules", "create", "Bad", "dy +"), ("INVALID_EXPRESSION",)),
-        (("rules", "create", "Neither"), ("either an expression or a graph",)),
-        (("rules", "list", "--target", "127.0.0.1:1", "--timeout", "5"), ("UNAVAILABLE",)),
-    ],
-)
-def test_refusals_are_one_message_on_stderr(shell: Shell, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+REFUSALS = [
+    (("evaluate", "graph.pb", "--feed", "x=x.npy", "--y", "y", "--x", "x"), REFUSED, "MISSING_FEED", "'w'"),
+    (("evaluate", "graph.pb", "--feed", "x=x.npy", "--fetch", "z"), REFUSED, "UNKNOWN_TENSOR", "'z'"),
+    (("evaluate", "both.npz", "--fetch", "y"), REFUSED, "INVALID_GRAPH", "both.npz"),
+    (("evaluate", "none.pb", "--fetch", "y"), USAGE, "USAGE", "there is no file 'none.pb'"),
+    (("evaluate", "graph.pb", "--fetch", "y", "--out", "y.npy"), USAGE, "USAGE", "ends with .npz"),
+    (("evaluate", "graph.pb", "--fech", "y"), USAGE, "USAGE", "Did you mean '--fetch'"),
+    (("rules", "show", "ste_sgn"), REFUSED, "UNKNOWN_RULE", "'ste_sign'"),
+    (("rules", "delete", "ste_sign"), REFUSED, "RULE_READ_ONLY", "BUILTIN"),
+    (("rules", "create", "Bad", "dy +"), REFUSED, "INVALID_EXPRESSION", "dy +"),
+    (("rules", "create", "Neither"), REFUSED, "INVALID_RULE", "either an expression or a graph"),
+    (("rules", "list", "--target", "127.0.0.1:1", "--timeout", "5"), UNREACHABLE, "UNAVAILABLE", "127.0.0.1:1"),
+    (("explain", "graph.pb", "--y", "y", "--x", "x", "--html", "no/page.html"), FAILED, "FAILED", "no/page.html"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "reason", "words"), REFUSALS)
+def test_refusals_are_one_message_on_stderr(
+    shell: Shell, arguments: tuple[str, ...], code: int, reason: str, words: str
+) -> None:
     done = shell(*arguments)
-    assert (done.code, done.out) == (1, "")
-    assert done.err.startswith(f"gradrule {arguments[0]}: ")
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith(f"gradrule {arguments[0]}")
+    assert reason in ("USAGE", "FAILED") or reason in done.err
     assert "Traceback" not in done.err
-    assert all(word in done.err for word in words)
+    assert words in done.err
+    told = shell(*arguments, "--json")
+    assert (told.code, told.out) == (code, "")
+    error = json.loads(told.err)["error"]
+    assert (error["reason"], error["exit_code"]) == (reason, code)
+    assert words in json.dumps(error, ensure_ascii=False)
+
+
+def test_errors_in_json_have_all_details(shell: Shell) -> None:
+    words = ("evaluate", "graph.pb", "--fetch", "nothing", "--y", "none", "--x", "x", "--feed", "x=x.npy")
+    error = json.loads(shell(*words, "--json").err)["error"]
+    assert {detail["reason"] for detail in error["details"]} == {"UNKNOWN_TENSOR"}
+    assert len(error["details"]) == 2
+    assert error["request_id"]
+
+
+def test_notes_in_json_are_json(shell: Shell) -> None:
+    done = shell(
+        "evaluate", "graph.pb", "--feed", "both.npz", "--y", "y", "--x", "x", "--override", "Mul=ste", "--json"
+    )
+    assert done.code == 0
+    assert all("note" in json.loads(line) for line in done.err.splitlines())
+
+
+def test_graph_feeds_and_rules_come_from_standard_input(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(data: bytes, *arguments: str) -> CommandResult:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return shell(*arguments, "--json")
+
+    graph = gr.load("graph.pb")
+    texts = [graph.to_bytes(), MessageToJson(graph._message).encode(), MessageToString(graph._message).encode()]
+    for data in texts:
+        done = given(data, "evaluate", "-", "--feed", "both.npz", "--fetch", "y")
+        assert done.json["outputs"]["y"]["values"] == [-1.0, 2.0, 3.0], done.err
+        explained = given(data, "explain", "-", "--y", "y", "--x", "x", "--override", "Sign=ste_sign")
+        assert [item["rule"] for item in explained.json["overrides"]] == ["ste_sign"]
+    feeds = (Path("both.npz").read_bytes(), b'{"x": [-2, 0.5, 3], "w": [1, 2, 3]}')
+    for data in feeds:
+        done = given(data, "evaluate", "graph.pb", "--feed", "-", "--fetch", "y")
+        assert done.json["outputs"]["y"]["values"] == [-1.0, 2.0, 3.0]
+    for data in (Path("x.npy").read_bytes(), b"[-2, 0.5, 3]", feeds[0]):
+        done = given(data, "evaluate", "graph.pb", "--feed", "x=-", "--feed", "w=[1, 2, 3]", "--fetch", "y")
+        assert done.json["outputs"]["y"]["values"] == [-1.0, 2.0, 3.0]
+    done = given(b"2 * dy\n", "rules", "sample", "-", "--feed", "x=[1]", "--feed", "dy=[4]")
+    assert done.json["gradients"]["dx"]["values"] == [8.0]
+    assert given(b"3 * dy\n", "rules", "create", "CliPiped", "-").json["expression"] == "3 * dy"
+    assert shell("rules", "delete", "CliPiped").code == 0
+    for data, arguments in (
+        (texts[0], ("evaluate", "-", "--feed", "-", "--fetch", "y")),
+        (b"", ("evaluate", "-", "--fetch", "y")),
+        (b"no JSON", ("evaluate", "graph.pb", "--feed", "x=-", "--fetch", "y")),
+    ):
+        assert given(data, *arguments).code == USAGE
 
 
 def test_duplicate_feed_is_wrong_usage(shell: Shell) -> None:
@@ -255,8 +319,10 @@ def test_duplicate_feed_is_wrong_usage(shell: Shell) -> None:
 def test_health(shell: Shell, server: RunningServer) -> None:
     assert shell("health") == CommandResult(0, "SERVING\n", "")
     assert shell("health", server.target).code == 0
+    told = shell("health", "--target", server.target, "--json")
+    assert (told.code, told.json) == (0, {"status": "SERVING"})
     refused = shell("health", "127.0.0.1:1")
-    assert (refused.code, refused.out) == (1, "")
+    assert (refused.code, refused.out) == (UNREACHABLE, "")
     assert "UNAVAILABLE" in refused.err
 
 

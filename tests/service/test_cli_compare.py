@@ -9,6 +9,7 @@ import pytest
 from matplotlib import image
 
 import gradrule as gr
+from gradrule.cli.failures import REFUSED
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
 
@@ -124,5 +125,5 @@ def test_compare_draws_and_prints_json(shell: Shell) -> None:
 
 def test_compare_reports_errors_like_other_commands(shell: Shell) -> None:
     done = shell(*COMPARE, "--map", "bad=Relu=guided_rel")
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (REFUSED, "")
     assert "overrides['bad']" in done.err and "'guided_relu'" in done.err

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
+from gradrule.cli.failures import FAILED, FOUND
 from tests.service.graph_defs import build_graph, build_graph_def, placeholder
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
@@ -102,13 +103,13 @@ def test_problems_are_drawn(shell: Shell) -> None:
     message.node[1].input[0] = "gone"
     Path("broken.pb").write_bytes(message.SerializeToString())
     done = shell("explain", "broken.pb", "--y", "y", "--x", "x", "--svg", "out.svg")
-    assert done.code == 1
+    assert done.code == FOUND
     assert "wrong" in classes_by_name(Path("out.svg").read_text())["y"]
 
 
 def test_unwritable_file_is_a_failure(shell: Shell) -> None:
     done = shell(*WORDS, "--svg", "no/such/folder/out.svg")
-    assert done.code == 1
+    assert done.code == FAILED
     assert "no/such/folder" in done.err
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gradrule as gr
+from gradrule.cli.examples import leaves
 from gradrule.cli.main import build_parser
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
@@ -36,7 +36,7 @@ TABLES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("status",), ("engine", "ready", "cache", "tenant")),
 ]
 NO_TABLE = {
-    ("demo",), ("gateway",), ("health",), ("programs", "delete"), ("registry",), ("rules", "delete"),
+    ("completion",), ("demo",), ("gateway",), ("health",), ("programs", "delete"), ("registry",), ("rules", "delete"),
     ("rules", "gallery"), ("serve",), ("token",),
 }  # fmt: skip
 
@@ -74,15 +74,6 @@ def test_tables_are_plain_text(shell: Shell) -> None:
 
 
 def test_every_command_is_checked() -> None:
-    leaves = set(_leaves(build_parser()))
-    shown = {leaf for leaf in leaves for arguments, _ in TABLES if arguments[: len(leaf)] == leaf}
-    assert leaves - shown == NO_TABLE
-
-
-def _leaves(parser: argparse.ArgumentParser, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not groups:
-        yield above
-    for group in groups:
-        for name, below in group.choices.items():
-            yield from _leaves(below, (*above, name))
+    commands = {words for words, _ in leaves(build_parser())}
+    shown = {leaf for leaf in commands for arguments, _ in TABLES if arguments[: len(leaf)] == leaf}
+    assert commands - shown == NO_TABLE

@@ -14,6 +14,7 @@ from matplotlib import image
 
 import gradrule as gr
 from gradrule._builder.overrides import override_messages
+from gradrule.cli.failures import FOUND, REFUSED
 from gradrule.cli.main import build_parser
 from gradrule.viz import _rule_text as rule_text
 from gradrule.viz._checking import check
@@ -83,7 +84,7 @@ def test_presets(shell: Shell) -> None:
     names = {preset["name"] for preset in shell("rules", "presets", "--json").json}
     assert {"epsilon_plus", "guided_backprop", "excitation_backprop"} <= names
     unknown = shell("rules", "presets", "epsilon_plu")
-    assert (unknown.code, unknown.out) == (1, "")
+    assert (unknown.code, unknown.out) == (REFUSED, "")
     assert "Did you mean 'epsilon_plus'" in unknown.err
 
 
@@ -161,7 +162,7 @@ def test_rules_that_cannot_be_drawn_are_refused_with_a_reason(
     shell: Shell, arguments: tuple[str, ...], words: str
 ) -> None:
     done = shell("rules", "plot", *arguments)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (REFUSED, "")
     assert words in done.err
 
 
@@ -357,12 +358,12 @@ def test_check_fails_for_a_wrong_claim(shell: Shell) -> None:
     assert right.code == 0
     assert right.rows("x", "241 points", "holds") and right.rows("all that is claimed holds")
     wrong = shell("rules", "check", "expr:dy * 1.1", "--of", "Identity", "--range", "-1:1")
-    assert wrong.code == 1
+    assert wrong.code == FOUND
     assert wrong.rows("241 points", "WRONG") and wrong.rows("a claim is WRONG")
     told = shell("rules", "check", "safe_log", "--range", "0:3", "--json").json
     assert (told["of"], told["holds"], told["interval"]) == ("Log", True, [0.0, 3.0])
     several = shell("rules", "check", "expr:dy * softmax(x)", "--of", "Softmax")
-    assert (several.code, several.out) == (1, "")
+    assert (several.code, several.out) == (REFUSED, "")
     assert "several elements" in several.err
 
 
@@ -375,7 +376,7 @@ def user_rule(client: Any) -> Iterator[str]:
 
 def test_user_rule_is_drawn_and_checked(shell: Shell, user_rule: str) -> None:
     missing = shell("rules", "plot", user_rule)
-    assert missing.code == 1
+    assert missing.code == REFUSED
     assert "--param width=…" in missing.err
     words = (user_rule, "--param", "width=2", "--op-type", "Sign", "--json")
     told = shell("rules", "plot", *words).json

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,9 +13,9 @@ import pytest
 import gradrule
 import gradrule_server
 from gradrule import errors
-from gradrule.cli import connection
+from gradrule.cli import connection, examples, serve
+from gradrule.cli.failures import EXIT_CODES, FAILED, UNREACHABLE, describe
 from gradrule.cli.main import build_parser, main
-from gradrule.cli.output import describe
 from gradrule_server.settings import Settings
 
 COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "compare", "gateway", "demo")
@@ -143,7 +145,7 @@ def test_a_missing_package_is_named_with_the_extra_to_install(
     module: str, arguments: tuple[str, ...], extra: str
 ) -> None:
     done = without(module, *arguments)
-    assert done.returncode == 1
+    assert done.returncode == (1 if arguments == ("serve",) else FAILED)
     assert extra in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -161,14 +163,14 @@ def test_values_of_a_sampled_rule_are_feeds() -> None:
 
 def test_a_range_may_start_with_a_minus() -> None:
     done = without("rich", "rules", "plot", "ste", "--range", "-3:3", "--target", "127.0.0.1:1", "--timeout", "5")
-    assert done.returncode == 1
+    assert done.returncode == UNREACHABLE
     assert "UNAVAILABLE" in done.stderr
 
 
 def test_health_works_without_rich() -> None:
     done = without("rich", "health", "127.0.0.1:1", "--timeout", "5")
-    assert done.returncode == 1
-    assert "127.0.0.1:1: UNAVAILABLE" in done.stderr
+    assert done.returncode == UNREACHABLE
+    assert "UNAVAILABLE: no server listens at 127.0.0.1:1" in done.stderr
 
 
 def test_the_command_line_starts_without_tensorflow_or_matplotlib() -> None:
@@ -200,3 +202,74 @@ def test_a_gateway_without_its_extra_says_which_one() -> None:
 def test_wrong_flags_of_the_gateway(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_help_of_every_command_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = dict(examples.leaves(build_parser()))
+    assert set(examples.EXAMPLES) == {words for words in commands if words[0] not in serve.COMMANDS}
+    for command, lines in examples.EXAMPLES.items():
+        assert main([*command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        for line in lines:
+            assert line in shown
+            words = shlex.split(re.split(r" [<>] ", line.rpartition(" | ")[2])[0])
+            assert words[: len(command) + 1] == ["gradrule", *command]
+            # Files of examples do not exist.
+            words = ["x=[1]" if word.endswith(".npy") else "2 * dy" if word == "-" else word for word in words[1:]]
+            build_parser().parse_args(words)
+
+
+def test_help_and_guide_have_all_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    guide = (Path(__file__).resolve().parents[3] / "docs/guide/command-line.md").read_text(encoding="utf-8")
+    for code, meaning in EXIT_CODES.items():
+        assert f"  {code:<4} {meaning}" in shown
+        assert f"| {code} | {meaning} |" in guide
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in ("gradrule", "evaluate", "presets", "override", "no-gradient"))
+    checker = shutil.which(shell)
+    if checker is not None:
+        subprocess.run([checker, "-n"], input=script, text=True, timeout=60, check=True)
+
+
+COMPLETIONS = {
+    "gradrule ev": ["evaluate"],
+    "gradrule rules pr": ["presets"],
+    "gradrule rules list --ki": ["--kind"],
+    "gradrule rules list --kind b": ["builtin"],
+    "gradrule evaluate gra": ["graph.pb"],
+}
+
+
+@pytest.mark.parametrize("line", COMPLETIONS)
+def test_bash_completes(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash")
+    (tmp_path / "graph.pb").touch()
+    assert main(["completion", "bash"]) == 0
+    words = line.split()
+    run = f"""
+COMP_WORDS=({" ".join(words)})
+COMP_CWORD={len(words) - 1}
+COMP_LINE='{line}'
+{chr(10).join(["_shtab_gradrule gradrule " + words[-1] + " " + words[-2]])}
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(
+        [bash, "--norc", "-c", capsys.readouterr().out + run],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert [word.strip() for word in done.stdout.split()] == COMPLETIONS[line], done.stderr
+
+
+def test_completion_without_shtab_names_the_extra() -> None:
+    done = without("shtab", "completion", "bash")
+    assert done.returncode == FAILED
+    assert "pip install 'gradrule[cli]'" in done.stderr

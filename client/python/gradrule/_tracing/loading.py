@@ -75,24 +75,50 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
         from gradrule._tracing import load_keras
 
         return load_keras(file)
-    reader = _READERS.get(file.suffix.lower())
-    if reader is None:
+    if file.suffix.lower() not in _READERS:
         raise InvalidGraphError(f"{file}: expected a file that ends with {', '.join([*_READERS, *_KERAS])}")
     try:
         data = file.read_bytes()
     except OSError as cause:
         raise InvalidGraphError(f"{file} cannot be read: {cause.strerror}") from cause
-    if file.suffix.lower() == ".pb" and (kind := _other_format(data)) is not None:
-        raise UnsupportedError(f"{file} is a {kind}, not a GraphDef; {_REMEDIES[kind]}")
-    try:
-        graph = reader(data)
-    except (DecodeError, ValueError, text_format.ParseError, json_format.ParseError) as cause:
-        raise InvalidGraphError(f"{file} holds no graph: {cause}") from None
-    except InvalidGraphError as cause:
-        raise InvalidGraphError(f"{file}: {cause.message}") from None
+    graph = read_graph(data, file.suffix.lower(), str(file))
     if file.suffix.lower() == ".pb":
         read_variables_and_aliases(graph, file)
     return graph
+
+
+def read_graph(data: bytes, suffix: str, source: str) -> Graph:
+    """Reads a graph from bytes.
+
+    Args:
+        data: Content of a file that ends with `suffix`.
+        suffix: `.pb`, `.pbtxt`, `.json`, or empty: recognised by the content.
+        source: Names the origin of the bytes in errors.
+
+    Raises:
+        InvalidGraphError: The bytes are no graph.
+        UnsupportedError: They are a SavedModel or a MetaGraphDef.
+    """
+    suffix = suffix or _suffix_of(data)
+    if suffix == ".pb" and (kind := _other_format(data)) is not None:
+        raise UnsupportedError(f"{source} is a {kind}, not a GraphDef; {_REMEDIES[kind]}")
+    try:
+        return _READERS[suffix](data)
+    except (DecodeError, ValueError, text_format.ParseError, json_format.ParseError) as cause:
+        raise InvalidGraphError(f"{source} holds no graph: {cause}") from None
+    except InvalidGraphError as cause:
+        raise InvalidGraphError(f"{source}: {cause.message}") from None
+
+
+def _suffix_of(data: bytes) -> str:
+    """Returns the ending of files with this content. Each node of a GraphDef in bytes has a control character."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return ".pb"
+    if not all(character.isprintable() or character in "\t\r\n" for character in text):
+        return ".pb"
+    return ".json" if text.lstrip().startswith("{") else ".pbtxt"
 
 
 def _other_format(data: bytes) -> str | None:

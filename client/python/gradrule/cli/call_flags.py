@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from gradrule._messages.call_arguments import NoGradient, UnconnectedGradients
 from gradrule.cli import parsing
-from gradrule.cli.output import USAGE, CommandError
+from gradrule.cli.failures import USAGE, CommandError
 
 if TYPE_CHECKING:
     from gradrule import Graph, Override, Preset
 
 PROGRAM_PREFIX = "programs/"
+GRAPH_HELP = "file .pb, .pbtxt or .json, or a model of Keras or a SavedModel; - is standard input"
 
 
 class ProgramArguments(TypedDict):
@@ -100,7 +102,8 @@ def add_feed_flag(group: Any) -> None:
         type=parsing.feed,
         action="append",
         default=[],
-        help="x=FILE.npy, x=FILE.npz:KEY, 'x=[1, 2.5]', or FILE.npz for all its arrays; may be repeated",
+        help="x=FILE.npy, x=FILE.npz:KEY, 'x=[1, 2.5]', or FILE.npz for all its arrays; x=- and - are standard input: "
+        "NumPy's formats, or JSON; may be repeated",
     )
 
 
@@ -153,9 +156,17 @@ def call_params(options: argparse.Namespace) -> dict[str, dict[str, Any]] | None
 
 
 def load_graph(path: str) -> Graph:
-    """Loads the graph in a file."""
+    """Loads the graph in a file or, for `-`, in standard input; a missing file is a usage error."""
     import gradrule as gr
+    from gradrule._tracing.loading import read_graph
 
+    if path == parsing.STDIN:
+        try:
+            return read_graph(parsing.read_stdin("the graph"), "", "standard input")
+        except argparse.ArgumentTypeError as cause:
+            raise CommandError(str(cause), USAGE) from None
+    if not Path(path).exists():
+        raise CommandError(f"there is no file {path!r}", USAGE)
     return gr.load(path)
 
 

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gradrule.cli import output, parsing
-from gradrule.cli.call_flags import add_feed_flag, add_rewrite_flag, add_tensor_flags, feeds, load_graph
+from gradrule.cli.call_flags import GRAPH_HELP, add_feed_flag, add_rewrite_flag, add_tensor_flags, feeds, load_graph
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.output import USAGE, CommandError
+from gradrule.cli.failures import USAGE, CommandError
 from gradrule.viz import _figures as figures
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
         description="Evaluates a graph with its own gradient and with each of the override maps, takes finite "
         "differences, and shows the norm of the upstream gradient of each tensor on the path from ys to xs.",
     )
-    parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
+    parser.add_argument("graph", metavar="GRAPH", help=GRAPH_HELP)
     group = add_tensor_flags(parser)
     add_feed_flag(group)
     group.add_argument(
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if not maps:
         raise CommandError("nothing to compare: give --map NAME=OVERRIDE,… or --preset NAME=PRESET", USAGE)
     if options.output is not None:
-        figures.require_matplotlib()
+        output.require_matplotlib()
     graph = load_graph(options.graph)
     with connect(options) as client:
         found = client.compare(

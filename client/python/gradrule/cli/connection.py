@@ -28,8 +28,8 @@ def default_target() -> str:
     return os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
 
 
-def add_connection(parser: argparse.ArgumentParser) -> None:
-    """Adds `--target`, `--timeout`, `--token` and the TLS flags."""
+def add_connection(parser: argparse.ArgumentParser, timeout: str) -> None:
+    """Adds `--target`, `--timeout`, `--token` and the TLS flags. `timeout`: describes the default deadline."""
     group = parser.add_argument_group("server")
     group.add_argument(
         "--target",
@@ -41,7 +41,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         metavar="SECONDS",
         type=seconds,
-        help=f"deadline of every call [default: {DEFAULT_TIMEOUT:g}, and more for compiling]",
+        help=f"deadline of every call [default: {timeout}]",
     )
     group.add_argument(
         "--token",
@@ -75,10 +75,16 @@ def add_tls(group: argparse._ActionsContainer) -> None:
         )
 
 
-def finish(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+def finish(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    timeout: str = f"{DEFAULT_TIMEOUT:g}, and more for compiling",
+) -> None:
     """Adds `--json` and the server's flags to a command, and sets the function that runs it."""
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
-    add_connection(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one line of JSON instead of tables, and errors on stderr as JSON too"
+    )
+    add_connection(parser, timeout)
     parser.set_defaults(run=run)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from gradrule._results.call_results import Result, Sparse
 from gradrule.cli import output
 from gradrule.cli.call_flags import (
+    GRAPH_HELP,
     PROGRAM_PREFIX,
     add_program_flags,
     add_value_flags,
@@ -22,7 +23,7 @@ from gradrule.cli.call_flags import (
     refuse_program_flags,
 )
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.output import USAGE, CommandError
+from gradrule.cli.failures import USAGE, CommandError
 from gradrule.common import tensor_codec
 
 
@@ -33,7 +34,7 @@ def add(commands: Any) -> None:
         help="compute outputs and gradients of a graph",
         description="Sends a graph, overrides and feeds, and shows outputs, gradients, and which node got which rule.",
     )
-    parser.add_argument("graph", metavar="GRAPH", help=f"file .pb, .pbtxt or .json, or {PROGRAM_PREFIX}ID")
+    parser.add_argument("graph", metavar="GRAPH", help=f"{GRAPH_HELP}; or {PROGRAM_PREFIX}ID")
     add_program_flags(parser)
     add_value_flags(parser)
     parser.add_argument(

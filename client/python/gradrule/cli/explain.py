@@ -10,6 +10,7 @@ from typing import Any
 from gradrule._results.call_results import Explanation
 from gradrule.cli import output
 from gradrule.cli.call_flags import (
+    GRAPH_HELP,
     add_program_flags,
     add_value_flags,
     call_params,
@@ -18,7 +19,7 @@ from gradrule.cli.call_flags import (
     program_arguments,
 )
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.output import FAILED
+from gradrule.cli.failures import FOUND
 
 
 def add(commands: Any) -> None:
@@ -28,7 +29,7 @@ def add(commands: Any) -> None:
         help="show the rule of each node without running the graph",
         description="Checks a graph with its overrides and lists all errors. The exit code is 1 if there are any.",
     )
-    parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
+    parser.add_argument("graph", metavar="GRAPH", help=GRAPH_HELP)
     add_program_flags(parser)
     add_value_flags(parser)
     group = parser.add_argument_group("pictures")
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         _show(found, {node.name: node.op_type for node in graph.find()})
         for path in wrote:
             print(f"wrote {path}")
-    return FAILED if found.findings else 0
+    return FOUND if found.findings else 0
 
 
 def _write(path: Path, text: str) -> Path:

@@ -17,7 +17,7 @@ from gradrule.cli.connection import (
     is_set,
     seconds,
 )
-from gradrule.cli.output import USAGE, CommandError, missing_extra
+from gradrule.cli.failures import USAGE, CommandError, missing_extra
 
 if TYPE_CHECKING:
     import grpc

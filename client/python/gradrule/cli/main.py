@@ -1,12 +1,8 @@
-"""Runs the commands of `gradrule`, and reports failures as one message and an exit code.
-
-Exit codes: 0 success, 1 failure or rejection by the server, 2 wrong usage, 130 interrupted.
-"""
+"""Runs the commands of `gradrule`, and reports failures as one message and an exit code, see `EXIT_CODES`."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import sys
@@ -16,12 +12,13 @@ from typing import Any, NoReturn
 
 from gradrule import __version__
 from gradrule._builder.names import did_you_mean
-from gradrule.cli import compare, evaluate, explain, gateway, programs, serve, status
+from gradrule.cli import compare, completion, evaluate, examples, explain, gateway, programs, serve, status
 from gradrule.cli.demo import command as demo
-from gradrule.cli.output import FAILED, INTERRUPTED, USAGE, CommandError, describe, report
+from gradrule.cli.failures import EXIT_CODES, FAILED, INTERRUPTED, USAGE, CommandError, Reporter, describe
 from gradrule.cli.rules import checking, drawing, registry
 from gradrule.errors import GradruleError, GradruleWarning
 
+_NOT_STARTED = 1
 _WRONG_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 _OTHER_NAMES_OF_TARGET = frozenset({"--server", "--host", "--port", "--address", "--url"})
 _WRONG_FLAG = re.compile(r"unrecognized arguments: (--[\w-]+)")
@@ -32,27 +29,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _with_intervals(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in serve.COMMANDS:
         # The server parses its own flags, which its settings define.
-        return _guarded(f"gradrule {arguments[0]}", lambda: serve.run(arguments[0], arguments[1:]))
+        reporter = Reporter(f"gradrule {arguments[0]}", as_json=False)
+        return _server_code(_guarded(reporter, lambda: serve.run(arguments[0], arguments[1:])))
     parser = build_parser()
     if not arguments:
         parser.print_help()
         return 0
+    as_json = "--json" in arguments
     try:
         options = parser.parse_args(arguments)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED
+    except _UsageError as wrong:
+        return Reporter(wrong.command, as_json=as_json).error(wrong)
     except GradruleError as refusal:
-        report("gradrule", describe(refusal))
-        return FAILED
-    return _guarded(f"gradrule {options.command}", lambda: int(options.run(options)))
+        return Reporter("gradrule", as_json=as_json).error(CommandError(describe(refusal), USAGE))
+    command = " ".join(["gradrule", options.command, *([options.verb] if "verb" in options else [])])
+    code = _guarded(Reporter(command, as_json=as_json), lambda: int(options.run(options)))
+    return _server_code(code) if options.command == "gateway" else code
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands. Each command sets `run`, a function from options to an exit code."""
+    codes = "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
     parser = _Parser(
         prog="gradrule",
         description="Computes gradients with your own rules on a server.",
-        epilog="`gradrule COMMAND --help` shows the options of a command.",
+        epilog=f"exit codes:\n{codes}\n\n`gradrule COMMAND --help` shows the options of a command, with examples.",
+        formatter_class=_Formatter,
     )
     parser.add_argument("--version", action="version", version=f"gradrule {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -63,7 +67,26 @@ def build_parser() -> argparse.ArgumentParser:
     _add_rules(commands)
     for command in (programs, evaluate, explain, compare, gateway, demo):
         command.add(commands)
+    completion.add(commands, build_parser)
+    examples.add(parser)
     return parser
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Keeps the lines of examples and exit codes."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return "\n".join(indent + line for line in text.splitlines())
+        return super()._fill_text(text, width, indent)
+
+
+class _UsageError(CommandError):
+    """Ends a command because of wrong usage. `command`: the words before its arguments."""
+
+    def __init__(self, command: str, message: str) -> None:
+        super().__init__(message, USAGE)
+        self.command = command
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = self._hint(message)
-        self.exit(USAGE, f"{self.prog}: {message}{hint and f'.{hint}'}\n{self.prog} --help shows the usage\n")
+        raise _UsageError(self.prog, f"{message}{hint and f'.{hint}'}\n{self.prog} --help shows the usage")
 
     def _hint(self, message: str) -> str:
         wrong = _WRONG_CHOICE.search(message)
@@ -124,27 +147,25 @@ def _with_intervals(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _show_warning(command: str, message: Warning | str, *_: Any) -> None:
-    """Prints a warning without the line of code that caused it, which is gradrule's own."""
-    report(command, f"note: {message}")
+def _server_code(code: int) -> int:
+    """Returns the exit code of commands that run a server, which supervisors know: 1 if it could not start."""
+    return _NOT_STARTED if code == FAILED else code
 
 
-def _guarded(command: str, run: Callable[[], int]) -> int:
+def _guarded(reporter: Reporter, run: Callable[[], int]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", GradruleWarning)
-            warnings.showwarning = functools.partial(_show_warning, command)
+            # Without the line of code that caused it, which is gradrule's own.
+            warnings.showwarning = lambda message, *_: reporter.note(str(message))
             return run()
-    except CommandError as failure:
-        report(command, str(failure))
-        return failure.code
-    except GradruleError as refusal:
-        report(command, describe(refusal))
+    except (CommandError, GradruleError) as failure:
+        return reporter.error(failure)
     except BrokenPipeError:
         # The reader closed the pipe (`| head`), so the flush at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except OSError as failure:
-        report(command, str(failure))
+        return reporter.error(CommandError(str(failure)))
     except KeyboardInterrupt:
         return INTERRUPTED
-    return FAILED

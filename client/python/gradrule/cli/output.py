@@ -1,4 +1,4 @@
-"""Prints the results and the failures of commands: tables, JSON, and one message on stderr with an exit code."""
+"""Prints the results of commands: tables and JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib.util
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,17 +16,14 @@ import numpy as np
 
 from gradrule._progress import can_show
 from gradrule._results.call_results import Resolution, Sparse
+from gradrule.cli.failures import missing_extra
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
-from gradrule.errors import GradruleError, UnknownRuleError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-FAILED = 1
-USAGE = 2
-INTERRUPTED = 130
 _PIPE_WIDTH = 200
 _GAP = 2
 _LEAST_CUT = 24
@@ -38,43 +34,18 @@ RESOLUTION_COLUMNS = ("node", "op type", "rule", "label", "status")
 ARRAY_COLUMNS = ("name", "type", "shape", "norm", "values")
 
 
-class CommandError(Exception):
-    """Ends a command. The message gives the cause and the remedy; `code` is the exit code."""
-
-    def __init__(self, message: str, code: int = FAILED) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def missing_extra(what: str, extra: str) -> CommandError:
-    """Returns the error for a missing optional dependency; `what` describes it."""
-    return CommandError(f"{what}; install it with: pip install 'gradrule[{extra}]'")
-
-
-def report(command: str, message: str) -> None:
-    """Writes the message to stderr."""
-    print(f"{command}: {message}", file=sys.stderr)
-
-
-def describe(failure: GradruleError) -> str:
-    """Formats an error: reason, message, all findings with their fields, and the time of a retry."""
-    lines = [str(failure)]
-    fields = [f"{detail.field}" for detail in failure.details if detail.field]
-    if fields:
-        lines.append(f"  at: {', '.join(dict.fromkeys(fields))}")
-    if isinstance(failure, UnknownRuleError) and any(field.endswith(".rule") for field in fields):
-        lines.append("  to use a formula instead of a rule's name, write expr:FORMULA")
-    if failure.retry_delay is not None:
-        lines.append(f"  retry after {failure.retry_delay:g} s")
-    return "\n".join(lines)
-
-
 def picture(text: str) -> Path:
     """Returns the path of a picture file; serves as an argparse type."""
     path = Path(text)
     if path.suffix not in _PICTURES:
         raise argparse.ArgumentTypeError(f"a picture's name ends with {', '.join(_PICTURES)}, got {text!r}")
     return path
+
+
+def require_matplotlib() -> None:
+    """Raises `CommandError` if Matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise missing_extra("pictures need Matplotlib, which is not installed", "plot")
 
 
 def shows_progress() -> bool:

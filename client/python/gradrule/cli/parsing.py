@@ -5,8 +5,11 @@ Each public function is an argparse type: it raises `ArgumentTypeError`, a usage
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
+import zipfile
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,11 @@ from gradrule.common import tensor_codec
 from gradrule.common.dtypes import NUMBERS
 from gradrule.errors import GradruleError
 
+STDIN = "-"
 _TENSOR = "tensor:"
 _VARIABLE = re.compile(r"(x|y|dy|default)\d*")
 PRESET = "preset:"
+_NPY, _NPZ = b"\x93NUMPY", b"PK"
 _NUMBER = re.compile(r"-?\d+")
 _PARAM = re.compile(r"[A-Za-z_]\w*")
 _OPENING, _CLOSING = "([{", ")]}"
@@ -33,8 +38,16 @@ CONDITIONS = (
 
 
 def feed(text: str) -> dict[str, Any]:
-    """Parses `x=FILE.npy`, `x=FILE.npz`, `x=FILE.npz:KEY`, `x=[1, 2.5]`, or `FILE.npz` for all its arrays."""
+    """Parses `x=FILE.npy`, `x=FILE.npz`, `x=FILE.npz:KEY`, `x=[1, 2.5]`, or `FILE.npz` for all its arrays.
+
+    `x=-` and `-` read the same from standard input: NumPy's formats or JSON.
+    """
     name, equals, value = text.partition("=")
+    if text == STDIN:
+        given = _stdin_value("feeds")
+        if not isinstance(given, dict):
+            raise ArgumentTypeError('--feed - takes a .npz file or a JSON object such as {"x": [1, 2]}; write x=-')
+        return given
     if not equals:
         if text.endswith(".npz"):
             return _load_npz(Path(text))
@@ -59,7 +72,12 @@ def grad_y(text: str) -> tuple[str, Any]:
 
 
 def parse_rule(text: str) -> str | Rule:
-    """Parses a rule's name, or a formula; one that could be a name, such as `dy`, is written `expr:FORMULA`."""
+    """Parses a rule's name, or a formula; one that could be a name, such as `dy`, is written `expr:FORMULA`.
+
+    `-` reads the formula from standard input.
+    """
+    if text == STDIN:
+        return Rule(read_stdin_text("the formula"))
     return Rule(text.removeprefix(EXPRESSION)) if text.startswith(EXPRESSION) else named_or_rule(text)
 
 
@@ -89,21 +107,59 @@ def sample_param(text: str) -> tuple[str, Any]:
 
 
 def read_value(text: str, name: str) -> Any:
-    """Reads an array from a `.npy` or `.npz` file, or parses JSON: numbers, strings, booleans, nested lists."""
+    """Reads an array from a `.npy` or `.npz` file, or parses JSON: numbers, strings, booleans, nested lists.
+
+    `-` reads the same from standard input.
+    """
+    if text == STDIN:
+        given = _stdin_value(name)
+        if not isinstance(given, dict):
+            return given
+        return _choose(given, name, "standard input")
     path, key = _file(text)
     if path is None:
         return literal(text, f"{name}={text}")
     if path.suffix == ".npy":
-        array = _open(path)
+        array = _open(path, repr(str(path)))
         if not isinstance(array, np.ndarray):
             raise ArgumentTypeError(f"{path} is no .npy file of one array")
         return array
     arrays = _load_npz(path)
     if not key and len(arrays) == 1:
         return next(iter(arrays.values()))
-    if (key or name) not in arrays:
-        raise ArgumentTypeError(f"{path} has no array {key or name!r}; it has {', '.join(map(repr, arrays)) or 'none'}")
-    return arrays[key or name]
+    return _choose(arrays, key or name, str(path))
+
+
+def _choose(arrays: dict[str, Any], name: str, source: str) -> Any:
+    if name not in arrays:
+        raise ArgumentTypeError(f"{source} has no array {name!r}; it has {', '.join(map(repr, arrays)) or 'none'}")
+    return arrays[name]
+
+
+def read_stdin(what: str) -> bytes:
+    """Reads standard input, which only one argument can have. `what`: names that argument."""
+    data = sys.stdin.buffer.read()
+    if not data:
+        raise ArgumentTypeError(f"standard input has no bytes for {what}; - can be given only once")
+    return data
+
+
+def read_stdin_text(what: str) -> str:
+    """Reads text from standard input, without white space at its ends."""
+    try:
+        return read_stdin(what).decode().strip()
+    except UnicodeDecodeError:
+        raise ArgumentTypeError(f"standard input is no text for {what}") from None
+
+
+def _stdin_value(what: str) -> Any:
+    data = read_stdin(what)
+    if data.startswith((_NPY, _NPZ)):
+        return _open(io.BytesIO(data), "standard input")
+    try:
+        return json.loads(data)
+    except ValueError:
+        raise ArgumentTypeError(f"standard input has neither a .npy or .npz file nor JSON for {what}") from None
 
 
 def assignment(text: str, expected: str) -> tuple[str, str]:
@@ -128,24 +184,24 @@ def _file(text: str) -> tuple[Path | None, str]:
 
 
 def _load_npz(path: Path) -> dict[str, tensor_codec.Array]:
-    opened = _open(path)
+    opened = _open(path, repr(str(path)))
     if isinstance(opened, np.ndarray):
         raise ArgumentTypeError(f"{path} is no .npz file; name it .npy if it holds one array")
     return opened
 
 
-def _open(path: Path) -> tensor_codec.Array | dict[str, tensor_codec.Array]:
+def _open(file: Path | io.BytesIO, source: str) -> tensor_codec.Array | dict[str, tensor_codec.Array]:
     """Opens a NumPy file. Refuses pickled objects: loading them would run their code."""
     try:
-        opened = np.load(path, allow_pickle=False)
+        opened = np.load(file, allow_pickle=False)
         if isinstance(opened, np.ndarray):
             return opened
         with opened:
             return {name: opened[name] for name in opened.files}
     except FileNotFoundError:
-        raise ArgumentTypeError(f"there is no file {str(path)!r}") from None
-    except (OSError, ValueError, EOFError) as cause:
-        raise ArgumentTypeError(f"cannot read {str(path)!r}: {cause}") from None
+        raise ArgumentTypeError(f"there is no file {source}") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as cause:
+        raise ArgumentTypeError(f"cannot read {source}: {cause}") from None
 
 
 def literal(text: str, whole: str) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradrule._builder.specs import TensorSpec
 from gradrule.cli import output
-from gradrule.cli.call_flags import add_program_flags, load_graph, program_arguments
+from gradrule.cli.call_flags import GRAPH_HELP, add_program_flags, load_graph, program_arguments
 from gradrule.cli.connection import connect, finish
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     )
 
     parser = group.add_parser("compile", help="check and compile a graph, and store the program")
-    parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
+    parser.add_argument("graph", metavar="GRAPH", help=GRAPH_HELP)
     parser.add_argument("--name", help="name of the program [default: made from the content]")
     add_program_flags(parser)
     finish(parser, run_compile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from gradrule.cli.output import missing_extra
+from gradrule.cli.failures import missing_extra
 
 COMMANDS = {
     "serve": "start a server; `gradrule serve --help` lists its settings",

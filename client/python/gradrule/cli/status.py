@@ -9,17 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gradrule.cli import output
-from gradrule.cli.connection import (
-    DEFAULT_TARGET,
-    TARGET_VARIABLE,
-    add_tls,
-    connect_to_one_server,
-    credentials,
-    default_target,
-    finish,
-    seconds,
-)
-from gradrule.cli.output import FAILED, CommandError
+from gradrule.cli.connection import connect_to_one_server, credentials, finish, seconds
+from gradrule.cli.failures import FOUND
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -191,40 +182,32 @@ def duration_text(span_s: float) -> str:
 def add_health(commands: Any) -> None:
     """Adds the command `health` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "health", help="check whether a server is ready (exit code 0) or not (1)"
+        "health", help="check whether a server is ready (exit code 0) or not (1); no answer: 4"
     )
-    parser.add_argument(
-        "target",
-        metavar="HOST:PORT",
-        nargs="?",
-        default=default_target(),
-        help=f"address of the server [default: {DEFAULT_TARGET}] [{TARGET_VARIABLE}]",
-    )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=seconds,
-        default=_HEALTH_TIMEOUT_S,
-        help=f"deadline [default: {_HEALTH_TIMEOUT_S:g}]",
-    )
-    add_tls(parser.add_argument_group("server"))
-    parser.set_defaults(run=run_health)
+    parser.add_argument("address", metavar="HOST:PORT", nargs="?", help="the same as --target")
+    finish(parser, run_health, f"{_HEALTH_TIMEOUT_S:g}")
 
 
 def run_health(options: argparse.Namespace) -> int:
     """Prints the status of `gradrule.v1.GradientService` from `grpc.health.v1`; needs only grpc."""
     import grpc
 
+    from gradrule._messages.error_status import error_of
     from gradrule._rpc import channels
 
-    address, secured = channels.address(options.target), credentials(options)
+    target, timeout = options.address or options.target, options.timeout or _HEALTH_TIMEOUT_S
+    address, secured = channels.address(target), credentials(options)
     with grpc.insecure_channel(address) if secured is None else grpc.secure_channel(address, secured) as channel:
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(channels.HEALTH_METHOD)
         try:
-            answer = check(channels.HEALTH_REQUEST, timeout=options.timeout)
+            answer = check(channels.HEALTH_REQUEST, timeout=timeout)
         except grpc.RpcError as cause:
-            raise CommandError(f"{options.target}: {cause.code().name}: {cause.details()}") from None
+            raise error_of(cause, target) from None
     # The answer is one enum in field 1; proto3 omits a zero.
     number = answer[1] if len(answer) > 1 else 0
-    print(_STATUS_NAMES.get(number, str(number)))
-    return 0 if number == _SERVING else FAILED
+    name = _STATUS_NAMES.get(number, str(number))
+    if options.json:
+        output.print_json({"status": name})
+    else:
+        print(name)
+    return 0 if number == _SERVING else FOUND

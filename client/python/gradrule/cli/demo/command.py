@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradrule import _progress
 from gradrule.cli import output
-from gradrule.cli.output import Screen, missing_extra
+from gradrule.cli.failures import missing_extra
+from gradrule.cli.output import Screen
 
 if TYPE_CHECKING:
     from gradrule import Client

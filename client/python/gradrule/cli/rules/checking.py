@@ -8,7 +8,7 @@ from typing import Any
 
 from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.output import FAILED, USAGE, CommandError
+from gradrule.cli.failures import FOUND, USAGE, CommandError
 from gradrule.cli.rules import inputs
 from gradrule.cli.rules.drawing import further_inputs, info_of
 from gradrule.viz import _figures as figures
@@ -48,7 +48,7 @@ def run_check(options: argparse.Namespace) -> int:
         raise CommandError("--of names the op already; omit --op-type", USAGE)
     others = further_inputs(options)
     if options.output is not None:
-        figures.require_matplotlib()
+        output.require_matplotlib()
     with connect(options) as client:
         rule = info_of(client, options.rule)
         report, lines = check(client, rule, options.of, options.op_type, others, dict(options.param), options.range)
@@ -60,14 +60,14 @@ def run_check(options: argparse.Namespace) -> int:
         _show(report)
         if options.output is not None:
             print(f"wrote {options.output}")
-    return 0 if report.holds else FAILED
+    return 0 if report.holds else FOUND
 
 
 def _draw(report: Report, lines: Slopes | None, options: argparse.Namespace) -> None:
     from gradrule.viz._lines import draw_check
 
     if lines is None:
-        raise CommandError("there is no function to compare the rule with, so --output has nothing to draw; give --of")
+        raise CommandError("--output has nothing to draw without a function to compare the rule with; give --of", USAGE)
     figure = figures.new_figure(7.5, 4.4)
     draw_check(figure.add_subplot(), report, lines)
     figure.savefig(options.output, dpi=figures.DPI)

@@ -10,7 +10,7 @@ from gradrule._builder.rules import Rule
 from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.output import USAGE, CommandError
+from gradrule.cli.failures import USAGE, CommandError
 from gradrule.cli.rules import inputs
 from gradrule.viz import _figures as figures
 
@@ -55,7 +55,7 @@ def run_plot(options: argparse.Namespace) -> int:
 
     others = further_inputs(options)
     if options.output is not None:
-        figures.require_matplotlib()
+        output.require_matplotlib()
     with connect(options) as client:
         drawn = curve(
             client,

@@ -7,12 +7,14 @@ import math
 from typing import Any
 
 from gradrule.cli import parsing
-from gradrule.cli.output import USAGE, CommandError
+from gradrule.cli.failures import USAGE, CommandError
 
 
 def add_rule(parser: argparse.ArgumentParser) -> None:
     """Adds the rule argument and the flags for its params and op."""
-    parser.add_argument("rule", metavar="NAME", type=parsing.parse_rule, help="a rule's name, or expr:FORMULA")
+    parser.add_argument(
+        "rule", metavar="NAME", type=parsing.parse_rule, help="a rule's name, or expr:FORMULA; - is standard input"
+    )
     parser.add_argument(
         "--param",
         metavar="NAME=VALUE",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import output, parsing
+from gradrule.cli.call_flags import load_graph
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.rules import inputs, rule_json
 from gradrule.viz import _rule_text as rule_text
@@ -46,10 +46,14 @@ def add(group: Any) -> None:
     )
     parser.add_argument("name", metavar="NAME")
     parser.add_argument(
-        "expression", metavar="EXPRESSION", nargs="?", help="formula over x, y, dy, default and params: '0.5 * dy'"
+        "expression",
+        metavar="EXPRESSION",
+        nargs="?",
+        type=_expression,
+        help="formula over x, y, dy, default and params: '0.5 * dy'; - is standard input",
     )
     parser.add_argument(
-        "--graph", metavar="FILE", type=Path, help="instead of a formula: a graph with nodes dx, dx1, …"
+        "--graph", metavar="FILE", help="instead of a formula: a graph with nodes dx, dx1, …; - is standard input"
     )
     parser.add_argument(
         "--param",
@@ -114,6 +118,10 @@ def run_list(options: argparse.Namespace) -> int:
     return 0
 
 
+def _expression(text: str) -> str:
+    return parsing.read_stdin_text("the formula") if text == parsing.STDIN else text
+
+
 def _has_words(rule: RuleInfo, words: str) -> bool:
     text = " ".join([rule.name, *rule.aliases, rule_text.formula_text(rule), rule.description, *rule.op_types]).lower()
     return all(word in text for word in words.lower().split())
@@ -153,7 +161,7 @@ def print_rule(rule: RuleInfo, as_json: bool) -> None:
 def run_presets(options: argparse.Namespace) -> int:
     """Prints the presets, or one with its overrides."""
     from gradrule._builder.names import did_you_mean
-    from gradrule.cli.output import CommandError
+    from gradrule.cli.failures import REFUSED, CommandError
 
     with connect(options) as client:
         presets = client.list_presets()
@@ -161,7 +169,7 @@ def run_presets(options: argparse.Namespace) -> int:
         names = [preset.name for preset in presets]
         presets = [preset for preset in presets if preset.name == options.name]
         if not presets:
-            raise CommandError(f"there is no preset {options.name!r}.{did_you_mean(options.name, names)}")
+            raise CommandError(f"there is no preset {options.name!r}.{did_you_mean(options.name, names)}", REFUSED)
     if options.json:
         output.print_json([rule_json.preset_json(preset) for preset in presets])
         return 0
@@ -190,7 +198,7 @@ def run_create(options: argparse.Namespace) -> int:
     """Registers a rule and prints it; the client checks that it is either an expression or a graph."""
     import gradrule as gr
 
-    graph = None if options.graph is None else gr.load(options.graph)
+    graph = None if options.graph is None else load_graph(options.graph)
     with connect(options) as client:
         rule = client.create_rule(
             options.name,

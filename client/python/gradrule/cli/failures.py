@@ -1,0 +1,88 @@
+"""Reports the failures of commands: one message on stderr, as text or as JSON, and an exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from gradrule.errors import GradruleError, UnknownRuleError
+
+FOUND = 1
+USAGE = 2
+REFUSED = 3
+UNREACHABLE = 4
+FAILED = 5
+INTERRUPTED = 130
+EXIT_CODES = {
+    0: "done",
+    FOUND: "a check found something: explain, rules check, health",
+    USAGE: "wrong usage: a flag, a value, or a file that is not there",
+    REFUSED: "the request was refused; the reason says why",
+    UNREACHABLE: "no server answered: it is not there, or the deadline passed",
+    FAILED: "something failed on this machine: a package is missing, or a file cannot be written",
+    INTERRUPTED: "interrupted by Ctrl-C",
+}
+"""Meanings of exit codes; `serve`, `token`, `registry` and `gateway` have those of the server."""
+_NO_ANSWER = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
+_REASONS = {USAGE: "USAGE", REFUSED: "REFUSED", UNREACHABLE: "UNAVAILABLE"}
+
+
+class CommandError(Exception):
+    """Ends a command. The message gives the cause and the remedy; `code` is the exit code."""
+
+    def __init__(self, message: str, code: int = FAILED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Reporter:
+    """Writes the errors and notes of a command to stderr: as text, or with `--json` as one line of JSON each."""
+
+    def __init__(self, command: str, *, as_json: bool) -> None:
+        self._command, self._as_json = command, as_json
+
+    def note(self, message: str) -> None:
+        """Writes a note."""
+        self._write(f"note: {message}", {"note": message})
+
+    def error(self, failure: CommandError | GradruleError) -> int:
+        """Writes an error; returns the exit code."""
+        if isinstance(failure, CommandError):
+            reason = _REASONS.get(failure.code, "FAILED")
+            told: dict[str, object] = {"reason": reason, "message": str(failure), "exit_code": failure.code}
+            self._write(str(failure), {"error": told})
+            return failure.code
+        code = UNREACHABLE if failure.reason in _NO_ANSWER else REFUSED
+        told = {
+            "reason": failure.reason,
+            "message": failure.message,
+            "details": [asdict(detail) for detail in failure.details],
+            "retry_delay": failure.retry_delay,
+            "request_id": failure.request_id,
+            "exit_code": code,
+        }
+        self._write(describe(failure), {"error": told})
+        return code
+
+    def _write(self, text: str, fields: dict[str, object]) -> None:
+        line = json.dumps(fields, ensure_ascii=False) if self._as_json else f"{self._command}: {text}"
+        print(line, file=sys.stderr)
+
+
+def missing_extra(what: str, extra: str) -> CommandError:
+    """Returns the error for a missing optional dependency; `what` describes it."""
+    return CommandError(f"{what}; install it with: pip install 'gradrule[{extra}]'")
+
+
+def describe(failure: GradruleError) -> str:
+    """Formats an error: reason, message, all findings with their fields, and the time of a retry."""
+    lines = [str(failure)]
+    fields = [f"{detail.field}" for detail in failure.details if detail.field]
+    if fields:
+        lines.append(f"  at: {', '.join(dict.fromkeys(fields))}")
+    if isinstance(failure, UnknownRuleError) and any(field.endswith(".rule") for field in fields):
+        lines.append("  to use a formula instead of a rule's name, write expr:FORMULA")
+    if failure.retry_delay is not None:
+        lines.append(f"  retry after {failure.retry_delay:g} s")
+    return "\n".join(lines)
