@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from pathlib import Path
 
 import numpy as np
 import pytest
