@@ -10,6 +10,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.image import imread
 
+from tests.samples import size
+
+_EPOCHS = size(8, 20)
+
 
 def test_rule_learns_where_tensorflows_gradient_cannot(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -24,6 +28,8 @@ def test_rule_learns_where_tensorflows_gradient_cannot(tmp_path: Path) -> None:
             "1",
             "--device",
             "cpu",
+            "--epochs",
+            str(_EPOCHS),
         ],
         capture_output=True,
         text=True,
@@ -39,7 +45,7 @@ def test_rule_learns_where_tensorflows_gradient_cannot(tmp_path: Path) -> None:
     assert told["accuracy_default"] < 0.3
     assert told["accuracy_relu"] >= 0.9
     assert told["steps_per_second"] > 0
-    assert told["steps"] == 2 * 20 * 21
+    assert told["steps"] == 2 * _EPOCHS * 21
     assert told["device"] == "CPU:0"
     table = "\n".join(lines)
     assert f"{told['accuracy_default']:.3f}" in table

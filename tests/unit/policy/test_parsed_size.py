@@ -13,9 +13,11 @@ from google.protobuf.message import DecodeError, Message
 from gradrule.v1 import evaluate_pb2, graph_pb2, program_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, Reason
 from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
+from tests.samples import size
 from tests.service import raw
 
 MIB = 1 << 20
+_MOST = size(4, 16) * MIB
 
 # By message: the smallest encoding of one repeated part.
 SMALLEST: Mapping[str, tuple[type[Message], bytes]] = {
@@ -61,7 +63,7 @@ def accepted(data: bytes, message: type[Message] = graph_pb2.Graph, bounds: Node
 
 
 def most_accepted(message: type[Message], part: bytes) -> int:
-    """Returns how often a part may repeat, as a power of two, up to 16 MiB."""
+    """Returns how often a part may repeat, as a power of two, up to `_MOST` bytes."""
     times = 1 << 12
     while True:
         try:
@@ -69,7 +71,7 @@ def most_accepted(message: type[Message], part: bytes) -> int:
         except GradruleError:
             break
         times *= 2
-        if len(part) * times > 16 * MIB:
+        if len(part) * times > _MOST:
             break
     return times
 
