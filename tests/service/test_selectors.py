@@ -242,6 +242,39 @@ def test_bias_of_a_chain_does_not_depend_on_the_xs(client: Any) -> None:
         matched(client, gr.Override(both, op_type="@sum"), graph=dense_layer("AddV2"))
 
 
+@pytest.mark.parametrize("bias", ["BiasAdd", "AddV2", "Add"])
+def test_sum_in_a_chain_is_no_bias_add(client: Any, bias: str) -> None:
+    """A pattern that makes an exception for sums leaves layers with a bias to the other override."""
+    overrides = [
+        gr.Override("default", pattern=("@linear", "@sum"), optional=True),
+        gr.Override(gr.Rule("(3 * default0, default1)"), op_type="MatMul", label="layers"),
+    ]
+    plain = client.evaluate(dense_layer(bias), {"x": X}, ys="y", xs="x").gradients["x"]
+    r = client.evaluate(dense_layer(bias), {"x": X}, ys="y", xs="x", overrides=overrides)
+    assert_close(r.gradients["x"], 3 * plain)
+    assert {resolution.label for resolution in r.overrides} == {"layers"}
+
+
+def test_residual_sum_in_a_chain_is_a_sum(client: Any) -> None:
+    """Also where one operand is a layer with a bias: it depends on the xs."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None, 3])
+    w = g.constant(np.eye(3, dtype=np.float32) * 2)
+    biased = g.op("AddV2", g.op("MatMul", x, w, name="m1"), g.constant(np.ones(3, np.float32)), name="biased")
+    g.op("AddV2", g.op("MatMul", biased, w, name="m2"), biased, name="y")
+    overrides = [
+        gr.Override("default", pattern=("@linear", "@sum"), label="residual"),
+        gr.Override(gr.Rule("(3 * default0, default1)"), op_type="MatMul", label="layers"),
+    ]
+    r = client.evaluate(g, {"x": X}, ys="y", xs="x", overrides=overrides)
+    assert {(one.node, one.label) for one in r.overrides if one.status == "active"} == {
+        ("y", "residual"),
+        ("m1", "layers"),
+    }
+    # Of y = 2 b + b with b = 2 x + 1, the layer in b is tripled.
+    assert_close(r.gradients["x"], np.full_like(X, 3 * 2 * 3))
+
+
 def test_chain_with_a_shared_intermediate_does_not_match(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None, 3])

@@ -244,13 +244,14 @@ class Chains:
         self._context = context
         self._candidates = candidates = context.candidates
         self._first: dict[Words, int] = {}
-        self._starts = self._biases = bits = 0
+        self._starts = self._biases = self._sums = bits = 0
         self._fitting: dict[str, int] = {}
         for words in dict.fromkeys(patterns):
             self._first[words] = bits
             self._starts |= 1 << bits
             for word in words:
                 self._biases |= (word == BIAS) << bits
+                self._sums |= (word == SUM) << bits
                 for op_type in op_types_of(word):
                     self._fitting[op_type] = self._fitting.get(op_type, 0) | 1 << bits
                 bits += 1
@@ -333,8 +334,9 @@ class Chains:
             fitting = self._fitting.get(node.op, 0)
             if number < 0 or not fitting:
                 continue
-            if fitting & self._biases and not is_bias(node, body, context.changes):
-                fitting &= ~self._biases
+            if fitting & (self._biases | self._sums):
+                # The op type does not distinguish a bias add from a sum.
+                fitting &= ~(self._sums if is_bias(node, body, context.changes) else self._biases)
             producers = []
             arrived = 0
             for producer in dict.fromkeys(producer for producer, _ in node.inputs):
