@@ -299,7 +299,7 @@ class SessionServicer:
         async def run(ends_at: float) -> Message | bytes:
             match kind:
                 case "start":
-                    return await session.start(await read(link_pb2.RawStartSession), received_ns, ends_at)
+                    return await session.start(await read(link_pb2.RawStartSession), received_ns, ends_at, request)
                 case "step":
                     return await session.step(await read(session_pb2.StepRequest), received_ns, ends_at, request)
                 case "evaluate":

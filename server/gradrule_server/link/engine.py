@@ -191,6 +191,7 @@ class Engine:
             is_ready=self.is_ready,
             running=connection.running if connection is not None else 0,
             waiting=connection.waiting if connection is not None else 0,
+            kept=self.kept,
             programs=self.programs if self.is_ready else 0,
             jit_programs=len(connection.jit.chosen) if connection is not None else 0,
             resident_bytes=process.resident_bytes if process is not None else 0,
@@ -450,6 +451,8 @@ class Engine:
         cause = "ran past its deadline" if is_overrun else "was cancelled and still runs"
         _log.warning("a request %s; ending engine %d", cause, process.pid)
         process.end(EndReason.OVERRUN)
-        # A request of a batch runs as long as the whole batch, so its time says nothing about the request.
-        if is_overrun and request.batch is None and request.recorder is not None:
+        # A request of a batch runs as long as the whole batch, so its time says nothing about the request. A large
+        # program takes long to build, so its callers' deadlines say nothing about it either.
+        is_run = request.batch is None and request.kind is not Kind.COMPILE
+        if is_overrun and is_run and request.recorder is not None:
             request.recorder.record_overrun(now - request.started_at)

@@ -26,7 +26,8 @@ _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 class EngineStatus:
     """A snapshot of an engine.
 
-    `owner`: its tenant; None if it has none yet. `ended`: how many processes of this engine ended, by reason.
+    `owner`: its tenant; None if it has none yet. `kept`: the number of its sessions and forward handles. `ended`: how
+    many processes of this engine ended, by reason.
     """
 
     index: int
@@ -37,11 +38,19 @@ class EngineStatus:
     is_ready: bool
     running: int
     waiting: int
+    kept: int
     programs: int
     jit_programs: int
     resident_bytes: int
     uptime_s: float
     ended: dict[str, int]
+
+    @property
+    def holder(self) -> str:
+        """What uses it: `sessions`, `handles`, `programs`; `none` if no tenant does."""
+        if self.kept:
+            return "sessions" if self.holds_sessions else "handles"
+        return "none" if self.holds_sessions or self.owner is None else "programs"
 
 
 class EngineMonitor:

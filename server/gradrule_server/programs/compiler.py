@@ -261,6 +261,7 @@ class Compiler:
                     if describes and held.is_done:
                         self._loaded.forget(held)
 
+        recovery.is_building = True
         reply = await recovery.run(loadable.workload, load, proves=False)
         device = self._loaded.pool.greeting.device
         finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, recovery.ends_at)

@@ -238,6 +238,7 @@ class Preparer:
 
         workload = Workload(self._owner, graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED)
         recovery = CallRecovery(self._recovery_workers, self._crash_history, ends_at=ends_at, words=_WORDS)
+        recovery.is_building = True
         with contextlib.closing(questions):
             # A graph that can be read may still crash engines, so reading it proves nothing.
             return await recovery.run(workload, attempt, proves=False)

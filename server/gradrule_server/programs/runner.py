@@ -29,6 +29,16 @@ from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore
 
 
+def turn_ends_at(ends_at: float, message: link_pb2.RawEvaluateRequest | link_pb2.RawSessionRequest) -> float:
+    """Returns the loop time until which a call waits for its turn on an engine: at most for its `run_timeout`.
+
+    `ends_at`: Loop time of its deadline; 0: none.
+    """
+    if not message.HasField("run_timeout"):
+        return ends_at
+    return min(ends_at or math.inf, asyncio.get_running_loop().time() + message.run_timeout.ToNanoseconds() / 1e9)
+
+
 def may_batch(request: link_pb2.RawEvaluateRequest) -> bool:
     """Returns whether the caller allows that a call runs together with others."""
     return request.batching.allowed or not request.batching.HasField("allowed")
@@ -267,6 +277,7 @@ class ProgramRunner:
             if lost is not None:
                 before, lost = lost, None
                 raise before
+            recovery.is_building = True
             async with self._loaded.hold_with_blobs(program.loadable, engine, limit.latest, recorder) as load:
                 is_loaded_now = not load.is_done
                 if is_loaded_now:
@@ -274,12 +285,13 @@ class ProgramRunner:
                         await self._loaded.wait(load, may_move=engine is None)
                 else:
                     await self._loaded.wait(load, may_move=engine is None)
-                recovery.ends_at = mode.ends_at
+                recovery.ends_at = recovery.turn_ends_at = mode.ends_at
                 template.set_key(load.engine_key)
                 # The time until now counts as compiling, from now on as queueing.
                 queued_ns = received_ns + time.monotonic_ns() - compile_started_ns
                 run = Run(load.engine_key, template.settings, template.payload(queued_ns, values))
                 process = ProcessRef(load.engine, load.generation)
+                recovery.is_building = False
                 try:
                     with limit.for_run(load):
                         answer = await mode.run(load.engine, run, recorder)
@@ -289,6 +301,7 @@ class ProgramRunner:
                 return answer, queued_ns, is_loaded_now, process
 
         async with self._blobs.acquired(_value_blobs(request)), limit:
+            recovery.turn_ends_at = mode.ends_at
             answer, queued_ns, is_loaded_now, process = await recovery.run(workload, attempt, undo=mode.undo)
         record_run(answer, queued_ns)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.

@@ -46,6 +46,7 @@ from gradrule_server.programs.runner import (
     RunMode,
     RunOnce,
     may_batch,
+    turn_ends_at,
 )
 from gradrule_server.programs.stored_programs import StoredPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
@@ -166,7 +167,7 @@ class ProgramService:
         self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
     ) -> ForwardRun:
         """Runs the forward part; the engine keeps what the backward part needs, under the name `handle`."""
-        await self.pool.wait_to_keep(self.owner, ends_at)
+        await self.pool.wait_to_keep(self.owner, turn_ends_at(ends_at, request))
         call = replace(call_shape(request), split=True)
         mode = RunForward(ends_at, handle)
         answer, process, program = await self._evaluate(request, None, call, received_ns, mode)
@@ -222,6 +223,7 @@ class ProgramService:
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
             )
         recovery = self.runner.recovery(mode)
+        recovery.turn_ends_at = turn_ends_at(mode.ends_at, request)
         compile_started = time.monotonic_ns()
         is_inline, key = target == "spec", None
         if is_inline:

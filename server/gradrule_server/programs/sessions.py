@@ -26,7 +26,7 @@ from gradrule_server.programs.cache import SessionKey
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
 from gradrule_server.programs.known_calls import call_shape
-from gradrule_server.programs.runner import ForwardRun, ProcessRef, RunInSession
+from gradrule_server.programs.runner import ForwardRun, ProcessRef, RunInSession, turn_ends_at
 from gradrule_server.programs.session_limits import SessionManager
 from gradrule_server.programs.session_requests import SessionVariables, blob_name, read_spec, with_settings
 from gradrule_server.recovery.crash_history import OutcomeRecorder
@@ -61,9 +61,9 @@ class Session:
         """Gets SESSION_LOST as its result when the engine that holds the session ends."""
 
     async def start(
-        self, request: link_pb2.RawStartSession, received_ns: int, ends_at: float
+        self, request: link_pb2.RawStartSession, received_ns: int, ends_at: float, settings: link_pb2.RawSessionRequest
     ) -> session_pb2.SessionStarted:
-        """Starts the session and sets the first values of its variables."""
+        """Starts the session and sets the first values of its variables. `settings`: As in `step`."""
         # These bytes are parts of a ProgramSpec: concatenating messages merges them.
         spec = link_pb2.RawProgramSpec(graph=request.graph, no_gradient=request.no_gradient)
         self._graph = spec.SerializeToString()
@@ -78,7 +78,7 @@ class Session:
         given = await self._variables.check_values(request.variables, "start.variables")
         self._name = self._manager.open()
         service = self._manager.program_service
-        engine = await service.pool.session_engine(service.owner, ends_at)
+        engine = await service.pool.session_engine(service.owner, turn_ends_at(ends_at, settings))
         self._process = ProcessRef(engine, engine.generation)
         engine.add_kept(engine.generation, 1)
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")

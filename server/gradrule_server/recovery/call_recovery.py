@@ -98,6 +98,10 @@ class CallRecovery(Generic[EngineT]):
         self._engines = engines
         self._crash_history = crash_history
         self.ends_at = ends_at
+        self.turn_ends_at = ends_at
+        """Loop time until which the call waits for its turn on an engine; 0: some seconds."""
+        self.is_building = False
+        """Whether the current attempt reads, compiles or loads a graph, and runs nothing yet."""
         self._pinned = pinned
         self._is_speculative = is_speculative
         self._words = words
@@ -208,7 +212,7 @@ class CallRecovery(Generic[EngineT]):
         """Runs the call in the engine that it is pinned to, or in any."""
         self._crash_history.check(workload)
         if self._pinned is None and not self._engines.serves(workload.owner):
-            await self._engines.provide(workload.owner, self.ends_at, self._patience_s)
+            await self._engines.provide(workload.owner, self.turn_ends_at, self._patience_s)
         return await attempt(self._pinned)
 
     async def _event_of_loss(self, state: CallState, lost: EngineLost, workload: Workload) -> Event:
@@ -267,7 +271,7 @@ class CallRecovery(Generic[EngineT]):
                 return answer
 
     async def _run_in_time(self, workload: Workload, trial: Awaitable[T], engine_end: EngineEnd) -> T:
-        """Waits for a trial. A trial that does not end by the deadline counts as an overrun.
+        """Waits for a trial. A run that does not end by the deadline counts as an overrun; building does not.
 
         A trial that takes much longer than expected ends once another trial waits: ENGINE_CRASHED.
         """
@@ -278,13 +282,14 @@ class CallRecovery(Generic[EngineT]):
             async with asyncio.timeout(None) as limit, self._yields_to_next(limit, workload.owner, started + most_s):
                 return await trial
         except asyncio.CancelledError:
-            if 0 < self.ends_at <= loop.time() + _EARLY_S:
+            if not self.is_building and 0 < self.ends_at <= loop.time() + _EARLY_S:
                 history.record_overrun(workload, loop.time() - started, _DID_NOT_END)
             raise
         except TimeoutError:
             if not limit.expired():
                 raise
-            history.record_overrun(workload, loop.time() - started, _DID_NOT_END)
+            if not self.is_building:
+                history.record_overrun(workload, loop.time() - started, _DID_NOT_END)
             raise error(
                 errors_pb2.ERROR_REASON_ENGINE_CRASHED,
                 f"an engine died while it held the request ({engine_end}), and when it ran alone it did not "

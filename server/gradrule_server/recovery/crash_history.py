@@ -24,8 +24,10 @@ _MAX_CRASHES = 2
 _SHARED_CRASHES = 3
 _MAX_SHARED_CRASHES = 16
 
-# A workload that has completed before overruns only if it takes this many times its longest run, and longer than this.
+# A run counts as an overrun only if it takes this many times the longest request of its workload, and longer than
+# `_MIN_OVERRUN_S`. Before the first run there is only the time of building; the first run optimizes what was built.
 _OVERRUN_FACTOR = 10
+_FIRST_RUN_FACTOR = 3
 _MIN_OVERRUN_S = 1.0
 
 K = TypeVar("K", bound=Hashable)
@@ -117,13 +119,13 @@ class CrashHistory:
         return self._longest_runs.get(workload, 0.0)
 
     def record_overrun(self, workload: Workload, seconds: float, cause: str) -> None:
-        """Records that a request ran past its deadline, for `seconds` in all, and that its engine was ended.
+        """Records that a run went on past its deadline, for `seconds` in all, and that its engine was ended.
 
-        It counts as a crash, unless the workload has completed before and did not run much longer than it ever did:
-        deadlines can be short, and machines busy.
+        It counts as a crash if it ran for much longer than the workload ever did: deadlines can be short, and machines
+        busy.
         """
-        expected_s = max(_MIN_OVERRUN_S, _OVERRUN_FACTOR * self.longest_run_s(workload))
-        if not self.has_succeeded(workload) or seconds > expected_s:
+        factor = _OVERRUN_FACTOR if self.has_succeeded(workload) else _FIRST_RUN_FACTOR
+        if seconds > max(_MIN_OVERRUN_S, factor * self.longest_run_s(workload)):
             self.record_crash(workload, cause)
 
     def record_crash(self, workload: Workload, cause: str) -> None:
@@ -189,7 +191,7 @@ class OutcomeRecorder(Protocol):
         ...
 
     def record_overrun(self, seconds: float) -> None:
-        """Records that the engine was ended because the request ran past its deadline, for `seconds` in all."""
+        """Records that the engine was ended because the run went on past its deadline, for `seconds` in all."""
         ...
 
     def record_engine_loss(self, lost: EngineLost) -> None:

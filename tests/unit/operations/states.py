@@ -26,6 +26,7 @@ ENGINE = EngineStatus(
     is_ready=True,
     running=2,
     waiting=1,
+    kept=0,
     programs=3,
     jit_programs=2,
     resident_bytes=1 << 30,
@@ -46,6 +47,8 @@ class Engines:
     )
     is_ready: bool = True
     spares_ready: int = 1
+    max_engines: int = 21
+    waiting_tenants: int = 3
 
     def status(self) -> Sequence[EngineStatus]:
         return self.engines
@@ -101,4 +104,5 @@ def sources(
         version="1.2.3",
         registry=lambda: registry,
         blob_cache=lambda: BlobCacheUse(hits=5, fetches=3, failures=1, fetched_bytes=100, fetch_s=0.5, held_bytes=70),
+        helper_ends=lambda: {"fork_server": {"killed": 2}, "worker": {}, "gateway": {"crash": 1}},
     )

@@ -169,7 +169,8 @@ async def test_abandoned_load_that_does_not_end_ends_the_engine(blobs: BlobStore
     process = engine.fake
     await asyncio.sleep(0.1)
     assert process.is_killed
-    assert len(overruns.seconds) == 1
+    # A slow build says nothing about the program: the caller's deadline was short.
+    assert overruns.seconds == []
 
 
 async def test_abandoned_load_that_never_started_is_dropped(blobs: BlobStore) -> None:
@@ -446,7 +447,7 @@ async def test_endless_load_ends_the_engine_although_calls_wait(
         await asyncio.sleep(0.02)
         assert loop.time() - started < 5
     assert loop.time() - started > 0.14
-    assert len(recorder.seconds) == 1
+    assert recorder.seconds == []
     assert all(isinstance(end, BaseException) for end in await asyncio.gather(*waiting, return_exceptions=True))
 
 

@@ -13,6 +13,7 @@ from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.engine import Engine
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.recovery import call_recovery as call_recovery_module
+from gradrule_server.recovery import crash_history as crash_history_module
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.crash_history import CrashHistory, Workload
 from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost, ProgramNotLoaded
@@ -184,10 +185,21 @@ async def test_a_program_that_is_not_loaded_is_loaded_again_once(loaded: LoadedP
 
 async def test_two_overruns_lead_to_quarantine(loaded: LoadedPrograms) -> None:
     recorder = recover(loaded).recorder(program())
-    recorder.record_overrun(0.6)
-    recorder.record_overrun(0.6)
+    recorder.record_overrun(1.6)
+    recorder.record_overrun(1.6)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
+
+
+async def test_an_overrun_of_a_first_run_counts_only_if_it_is_longer_than_building(loaded: LoadedPrograms) -> None:
+    recorder = recover(loaded).recorder(program())
+    # The engine has built the program.
+    recorder.record_completion(2.0)
+    for seconds in (0.5, 5.9, 5.9):
+        recorder.record_overrun(seconds)
+    assert count_crashes(loaded) == 0
+    recorder.record_overrun(6.1)
+    assert count_crashes(loaded) == 1
 
 
 async def test_an_overrun_of_a_proven_workload_counts_only_if_it_is_far_longer(
@@ -349,14 +361,26 @@ async def test_a_call_cancelled_during_its_trial_counts_as_a_crash_of_its_first_
         await run(loaded, Attempts())
 
 
+@pytest.mark.usefixtures("quick")
 async def test_a_workload_that_crashes_alone_and_hangs_in_its_trial_is_quarantined(loaded: LoadedPrograms) -> None:
     await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 0.01))
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
 
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_that_still_builds_at_its_deadline_does_not_count(loaded: LoadedPrograms) -> None:
+    recovery = recover(loaded, asyncio.get_running_loop().time() + 0.01)
+    recovery.is_building = True
+    await _gives_up(recovery)
+    # The crash before the trial counts.
+    assert count_crashes(loaded) == 1
+    assert await run(loaded, Attempts()) == 1
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crash_history_module, "_MIN_OVERRUN_S", 0.0)
     monkeypatch.setattr(call_recovery_module, "_MIN_TRIAL_S", 0.1)
     monkeypatch.setattr(call_recovery_module, "_POLL_S", 0.01)
 
