@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -121,8 +122,9 @@ async def serve(settings: Settings) -> None:
             status=operations.status if settings.admin else None,
         )
         warm_up = assembly.create_warm_up(settings, pool, tenants)
+        gateway_ends: Counter[str] = Counter()
         await operations.start(
-            assembly.create_sources(settings, loaded, tenants, admission, store, blobs),
+            assembly.create_sources(settings, loaded, tenants, admission, store, blobs, gateway_ends),
             # The HTTP gateway starts after the first engine.
             is_ready=lambda: grpc_server.is_ready and started.is_set(),
         )
@@ -142,7 +144,7 @@ async def serve(settings: Settings) -> None:
             _freeze_existing_objects()
             warm_up.start()
             if (gateway_settings := assembly.gateway_settings(settings)) is not None:
-                gateway = HttpGateway(gateway_settings, port)
+                gateway = HttpGateway(gateway_settings, port, gateway_ends)
                 # Pushed last, so that it stops first: its requests are calls of this server.
                 stops.push_async_callback(gateway.stop)
                 print(f"gradrule: HTTP at {await gateway.start()}", flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gradrule.common.fast_paths import disabled_paths
 from gradrule_server import __version__
@@ -256,8 +256,9 @@ def create_sources(
     admission: Admission,
     store: Store,
     blob_store: BlobStore,
+    gateway_ends: Mapping[str, int],
 ) -> Sources:
-    """Returns what metrics and status read."""
+    """Returns what metrics and status read. `gateway_ends`: counts HTTP gateways that ended, by reason."""
     limits = {resource.name: settings.tenant_limit(resource.name) for resource in TENANT_RESOURCES}
     database, blobs = store.database, settings.blobs or str(settings.data_dir / BLOBS)
 
@@ -298,6 +299,7 @@ def create_sources(
         version=__version__,
         registry=registry,
         blob_cache=blob_store.cache_use,
+        helper_ends=lambda: {**loaded.pool.helper_ends, "gateway": gateway_ends},
     )
 
 

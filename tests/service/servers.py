@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,14 @@ _READY = re.compile(r"^gradrule: listening on (\S+)$", re.MULTILINE)
 
 
 PROGRAM = ("-m", "gradrule_server")
+
+
+def free_port() -> int:
+    """Returns a port on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def serve_command(*flags: str, program: Sequence[str] = PROGRAM) -> list[str]:

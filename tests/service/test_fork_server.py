@@ -106,6 +106,37 @@ async def test_killed_fork_server_is_started_again(fork_server: ForkServer) -> N
     await _end(second, second_link)
 
 
+async def test_killed_fork_server_is_started_again_at_once(fork_server: ForkServer) -> None:
+    """Engines must not wait for the import of TensorFlow when they need it next."""
+    process, link = await _fork(fork_server, *_FLAGS)
+    first = fork_server._running
+    assert first is not None
+    first.process.kill()
+    await wait_for_condition(lambda: fork_server._running not in (None, first))
+    assert fork_server.ended == {"killed": 1}
+    second = fork_server._running
+    assert second is not None
+    # One that ends before it is needed is noticed too.
+    second.process.kill()
+    await wait_for_condition(lambda: fork_server._running not in (None, second))
+    assert fork_server.ended == {"killed": 2}
+    await _end(process, link)
+    process, link = await _fork(fork_server, *_FLAGS)
+    await _end(process, link)
+
+
+async def test_only_the_front_end_ends_engines(shared: ForkServer) -> None:
+    process, link = await _fork(shared, *_FLAGS)
+    running = shared._running
+    assert running is not None
+    for pid in (process.pid, running.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    await _end(process, link)
+    another, link = await _fork(shared, *_FLAGS)
+    assert shared._running is running
+    await _end(another, link)
+
+
 async def test_failed_start_is_reported_with_its_exit_code(
     fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

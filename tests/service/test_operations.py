@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -30,7 +29,14 @@ from tests.service.answers import refused
 from tests.service.collector import Collector, running_collector
 from tests.service.guarded import token_command
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import STOP_TIMEOUT_S, RunningServer, running_server, serve_command, server_environment
+from tests.service.servers import (
+    STOP_TIMEOUT_S,
+    RunningServer,
+    free_port,
+    running_server,
+    serve_command,
+    server_environment,
+)
 from tests.waiting import wait_until
 
 _MARKS = itertools.count(1)
@@ -81,13 +87,6 @@ class ObservedServer:
             return [json.loads(line) for line in lines] if len(lines) >= count and not rest else None
 
         return wait_until(probe, f"{count} lines in the audit log")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

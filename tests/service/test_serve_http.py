@@ -9,17 +9,32 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
+from concurrent import futures
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gradrule as gr
 from gradrule_server.settings import Settings, SettingsError
+from tests.service import loop_graphs
 from tests.service.certificates import Authority
 from tests.service.gateways import read
-from tests.service.servers import RunningServer, running_server, serve_command, server_environment, started_server
+from tests.service.graph_defs import sign_graph
+from tests.service.servers import (
+    STOP_TIMEOUT_S,
+    RunningServer,
+    free_port,
+    running_server,
+    serve_command,
+    server_environment,
+    started_server,
+)
 from tests.waiting import wait_until
+
+_FEEDS = {"x": [-2.0]}
 
 
 def http_address(server: RunningServer) -> tuple[str, int]:
@@ -63,10 +78,82 @@ def test_the_gateway_starts_again_and_ends_with_its_server(tmp_path: Path) -> No
         # The same port, in another process.
         wait_until(lambda: status_of(HTTPConnection(*address)) == 200 or None, "the gateway after its end")
         assert gateway_pid(server) not in (None, first)
-        assert "the HTTP gateway ended with exit code -9" in server.log.read_text()
+        assert "the HTTP gateway ended (SIGKILL)" in server.log.read_text()
         assert server.terminate() == 0
         assert gateway_pid(server) is None
         assert status_of(HTTPConnection(*address)) is None
+
+
+def children(server: RunningServer) -> list[int]:
+    """Returns the fork server, engines, compile workers and gateway."""
+    parent = server.process.pid
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def test_all_processes_are_back_after_a_kill_of_all_but_the_front_end(tmp_path: Path) -> None:
+    port = free_port()
+    with running_server(tmp_path, ("--http-port", "0", "--metrics-port", str(port), "--spares", "1")) as server:
+        address = http_address(server)
+        with gr.connect(server.target, timeout=60.0) as client:
+            # Reading a graph starts a compile worker.
+            assert client.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"]).outputs["y"].tolist() == [-1.0]
+            wait_until(lambda: client.server_status().spare_engines or None, "a spare")
+            killed = children(server)
+            # Fork server, engine, worker, spare and gateway.
+            assert len(killed) >= 5
+            started = time.monotonic()
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            r = client.evaluate(sign_graph(), feeds={"x": [3.0]}, fetches=["y"])
+            assert r.outputs["y"].tolist() == [1.0]
+            print(f"answered after {time.monotonic() - started:.1f} s")
+            wait_until(lambda: status_of(HTTPConnection(*address)) == 200 or None, "the gateway")
+            print(f"HTTP after {time.monotonic() - started:.1f} s")
+
+            def counts() -> dict[str, float] | None:
+                found = {helper: restarts(port, helper) for helper in ("fork_server", "worker", "gateway")}
+                return found if all(found.values()) else None
+
+            assert wait_until(counts, "counted restarts") == {"fork_server": 1, "worker": 1, "gateway": 1}
+
+
+def restarts(port: int, helper: str) -> float:
+    """Returns how often a helper process ended unexpectedly, as the metrics say."""
+    connection = HTTPConnection("127.0.0.1", port)
+    try:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    finally:
+        connection.close()
+    lines = [
+        line for line in text.splitlines() if line.startswith(f'gradrule_helper_restarts_total{{helper="{helper}"')
+    ]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def test_a_signal_to_all_processes_ends_the_server_after_its_running_calls(tmp_path: Path) -> None:
+    with (
+        running_server(
+            tmp_path,
+            (
+                "--http-port",
+                "0",
+            ),
+        ) as server,
+        gr.connect(server.target, timeout=60.0) as client,
+    ):
+        with futures.ThreadPoolExecutor() as threads:
+            long = threads.submit(client.evaluate, loop_graphs.counted(300_000), feeds={"x": 1.0}, fetches=["y"])
+            server.wait_for_running_calls(1)
+            started = time.monotonic()
+            # As systemd and terminals do.
+            for pid in (server.process.pid, *children(server)):
+                os.kill(pid, signal.SIGTERM)
+            assert server.process.wait(STOP_TIMEOUT_S) == 0
+            print(f"ended after {time.monotonic() - started:.1f} s")
+            assert long.result().outputs["y"] == 1.0
+        text = server.log.read_text()
+        assert not re.search(r"(engine|fork server) \d+ ended", text), text
 
 
 def test_the_gateway_ends_when_its_server_is_killed(tmp_path: Path) -> None:

@@ -46,8 +46,10 @@ def main() -> int:
     control = socket.socket(fileno=parser.parse_args().fd)
     set_process_name(_FORK_SERVER_NAME)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="engine: %(levelname)s %(name)s: %(message)s")
-    # The front end decides when an engine ends; a terminal's Ctrl-C reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The front end decides when an engine ends, after its running calls. A terminal's Ctrl-C and the SIGTERM of some
+    # supervisors reach all processes.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # TensorFlow's import fails if it finds no writable folder for temporary files.
     tempfile.tempdir = os.devnull

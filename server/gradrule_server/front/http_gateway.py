@@ -9,8 +9,11 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+from gradrule_server.recovery.endings import end_from_exit
 
 _log = logging.getLogger(__name__)
 _now = time.monotonic
@@ -55,10 +58,17 @@ class GatewaySettings:
 
 
 class HttpGateway:
-    """A gateway process. If it ends, it is started again; the server and its gRPC port go on meanwhile."""
+    """A gateway process. If it ends, it is started again; the server and its gRPC port go on meanwhile.
 
-    def __init__(self, settings: GatewaySettings, server_port: int) -> None:
+    Args:
+        settings: Its settings.
+        server_port: Port of the server.
+        ended: Counts the processes that ended unexpectedly, by reason.
+    """
+
+    def __init__(self, settings: GatewaySettings, server_port: int, ended: Counter[str]) -> None:
         self._settings = settings
+        self._ended = ended
         self._server_port = server_port
         self._port = settings.port
         self._process: asyncio.subprocess.Process | None = None
@@ -80,13 +90,15 @@ class HttpGateway:
         await self._stop_process()
 
     async def _supervise(self) -> None:
-        pause = _FIRST_PAUSE_S
+        pause = 0.0
         while True:
             started = _now()
-            code = await self._wait_for_end()
+            end = end_from_exit(await self._wait_for_end(), None, "")
+            self._ended[end.reason] += 1
+            # A gateway that worked is started again at once; only one that ends again and again has to wait.
             if _now() - started > _LONGEST_PAUSE_S:
-                pause = _FIRST_PAUSE_S
-            _log.error("the HTTP gateway ended with exit code %d; it starts again in %g s", code, pause)
+                pause = 0.0
+            _log.error("the HTTP gateway ended (%s); it starts again in %g s", end, pause)
             while True:
                 await asyncio.sleep(pause)
                 pause = min(max(2 * pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)

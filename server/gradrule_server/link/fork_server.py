@@ -18,9 +18,11 @@ import site
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradrule_server.concurrency import start_logged_task
 from gradrule_server.link.operating_system import adopt_orphans
 from gradrule_server.recovery.endings import end_from_exit, fatal_message
 
@@ -40,6 +42,8 @@ _MAX_DESCRIPTORS = 5
 # The first answer takes as long as the import of TensorFlow, which may be long on a busy machine.
 _ANSWER_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
+# Before a process is started again that ended before it forked anything.
+_RETRY_DELAY_S = 1.0
 
 # Variables of Python and the libraries, and the settings of TensorFlow and CUDA.
 _INHERITED = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
@@ -229,6 +233,8 @@ class _Running:
     control: socket.socket
     fatal_message: FatalMessage
     stderr: asyncio.Task[None]
+    has_answered: bool = False
+    """Whether it has answered a request, so that it works."""
 
     async def end(self, timeout_s: float) -> None:
         """Closes the control socket, so that the process ends; kills it after `timeout_s`."""
@@ -243,10 +249,18 @@ class _Running:
 
 
 class ForkServer:
-    """Forks engines. Starts the fork server's process when it is needed. Belongs to one asyncio loop."""
+    """Forks engines. Starts the fork server's process when it is needed first, and again at once whenever it ends.
+
+    Belongs to one asyncio loop.
+    """
 
     def __init__(self) -> None:
         self._running: _Running | None = None
+        self._watching: set[asyncio.Task[None]] = set()
+        self._is_working = False
+        """Whether a process has ever answered, and `stop` was not called: processes that end are replaced."""
+        self.ended: Counter[str] = Counter()
+        """The number of processes that ended unexpectedly, by reason."""
         self._lock = asyncio.Lock()
         self._abandoned: list[asyncio.Task[ForkedProcess]] = []
 
@@ -272,10 +286,12 @@ class ForkServer:
 
     async def stop(self) -> None:
         """Ends the fork server, and engines whose caller was cancelled. Other engines go on."""
+        self._is_working = False
         async with self._lock:
             running, self._running = self._running, None
             if running is not None:
                 await running.end(_STOP_TIMEOUT_S)
+        await asyncio.gather(*self._watching)
         for forking in self._abandoned:
             if forking.exception() is None:
                 await forking.result().wait()
@@ -286,15 +302,46 @@ class ForkServer:
                 if self._running is not None and self._running.process.returncode is not None:
                     await self._running.end(0)
                     self._running = None
-                self._running = running = self._running or await _start()
+                running = self._running or await self._start()
                 answer = await _exchange(running, flags, descriptors)
                 if not answer:
                     self._running = None
                     raise await _failure(running, has_ended=answer is not None)
+                running.has_answered = self._is_working = True
                 return ForkedProcess(_parse_answer(answer))
         finally:
             for fd in descriptors:
                 os.close(fd)
+
+    async def _start(self) -> _Running:
+        """Starts a process and watches it. Raises `OSError`."""
+        self._running = running = await _start()
+        watching = start_logged_task(
+            self._watch(running), "fork-server-watch", _log.critical, "the engine fork server is not watched any more"
+        )
+        self._watching.add(watching)
+        watching.add_done_callback(self._watching.discard)
+        return running
+
+    async def _watch(self, running: _Running) -> None:
+        """Starts another process when this one ends: it needs seconds to import TensorFlow, so engines cannot wait."""
+        await running.process.wait()
+        if not self._is_working:
+            return
+        end = end_from_exit(running.process.returncode, None, running.fatal_message.text)
+        self.ended[end.reason] += 1
+        _log.error("the engine fork server %d ended (%s); another one starts", running.process.pid, end)
+        if not running.has_answered:
+            await asyncio.sleep(_RETRY_DELAY_S)
+        async with self._lock:
+            if self._running is running:
+                await running.end(0)
+                self._running = None
+            if self._is_working and self._running is None:
+                try:
+                    await self._start()
+                except OSError as cause:
+                    _log.error("the engine fork server cannot start: %s; the next engine needs it", cause)
 
 
 def _kill_abandoned(forking: asyncio.Task[ForkedProcess]) -> None:

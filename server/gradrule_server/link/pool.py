@@ -156,6 +156,11 @@ class EnginePool:
         """The number of processes that ended, by the index of the engine and the reason."""
         return self._ended
 
+    @property
+    def helper_ends(self) -> Mapping[str, Mapping[str, int]]:
+        """The number of helper processes that ended unexpectedly, by helper and reason."""
+        return {"fork_server": self._spares.fork_server_ends, "worker": self.workers.ended}
+
     def status(self) -> list[EngineStatus]:
         """Returns snapshots of all engines, by index."""
         device = self.greeting.device or self._device

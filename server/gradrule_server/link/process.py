@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -277,6 +277,11 @@ class Spares:
     def ready(self) -> int:
         """The number of processes that are ready."""
         return len(self._ready)
+
+    @property
+    def fork_server_ends(self) -> Mapping[str, int]:
+        """The number of fork servers that ended unexpectedly, by reason."""
+        return self._fork_server.ended
 
     @property
     def processes(self) -> list[EngineProcess]:

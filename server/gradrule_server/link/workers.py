@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -43,6 +44,8 @@ class CompileWorkers:
         self._first_bytes: dict[Engine, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._is_stopped = False
+        self.ended: Counter[str] = Counter()
+        """The number of workers that ended unexpectedly, by reason."""
         self.workers: list[Engine] = []
         """The workers of all tenants, busy and idle."""
 
@@ -148,7 +151,15 @@ class CompileWorkers:
             if not others:
                 return None
             self._forget(min(others, key=lambda worker: worker.used_at))
-        worker = Engine(_WORKER, self._spares, self._changed, owner=owner, use=Use.COMPILE, times=self._times)
+        worker = Engine(
+            _WORKER,
+            self._spares,
+            self._changed,
+            owner=owner,
+            use=Use.COMPILE,
+            ended=self.ended,
+            times=self._times,
+        )
         self.workers.append(worker)
         return worker
 

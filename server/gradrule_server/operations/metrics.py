@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -264,6 +265,21 @@ def _engines(snapshot: Snapshot) -> Iterator[Metric]:
             restarts.add_metric([str(index), reason], count)
     yield restarts
     yield _gauge("engine_spares", "Engines that are ready to replace another one.", snapshot.spares)
+    text = "Engines by what uses them: programs, sessions, handles (forward handles), or none."
+    holders = GaugeMetricFamily("gradrule_engines", text, labels=["holder"])
+    held = Counter(engine.holder for engine in snapshot.engines)
+    for holder in ("programs", "sessions", "handles", "none"):
+        holders.add_metric([holder], held[holder])
+    yield holders
+    yield _gauge("engines_limit", "Most engines of all tenants.", snapshot.max_engines)
+    yield _gauge("engine_waiting_tenants", "Tenants that wait for their turn on an engine.", snapshot.waiting_tenants)
+    helpers = CounterMetricFamily(
+        "gradrule_helper_restarts", "Helper processes that ended unexpectedly.", labels=["helper", "reason"]
+    )
+    for helper, ends in snapshot.helper_ends.items():
+        for reason, count in ends.items():
+            helpers.add_metric([helper, reason], count)
+    yield helpers
 
 
 def _workers(found: WorkerStatus) -> Iterator[Metric]:

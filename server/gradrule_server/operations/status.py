@@ -46,6 +46,13 @@ class Engines(Protocol):
     @property
     def spares_ready(self) -> int: ...
     @property
+    def max_engines(self) -> int: ...
+    @property
+    def waiting_tenants(self) -> int:
+        """Tenants that wait for their turn on an engine."""
+        ...
+
+    @property
     def ended(self) -> Mapping[int, Mapping[str, int]]:
         """How often an engine has ended, by its index and the reason; includes engines that no longer exist."""
         ...
@@ -155,6 +162,7 @@ class Sources:
 
     Attributes:
         limits: the limits of each tenant, by the name of a `limits.TenantResource`; missing: no limit.
+        helper_ends: returns how many helper processes ended unexpectedly, by helper and reason.
     """
 
     engines: Engines
@@ -168,6 +176,7 @@ class Sources:
     version: str
     registry: Callable[[], RegistryStatus]
     blob_cache: Callable[[], BlobCache]
+    helper_ends: Callable[[], Mapping[str, Mapping[str, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +194,9 @@ class Snapshot:
     quarantined: Sequence[Quarantined]
     registry: RegistryStatus
     blob_cache: BlobCache
+    max_engines: int
+    waiting_tenants: int
+    helper_ends: Mapping[str, Mapping[str, int]]
 
 
 def take_snapshot(sources: Sources) -> Snapshot:
@@ -203,6 +215,9 @@ def take_snapshot(sources: Sources) -> Snapshot:
         sources.quarantined(),
         sources.registry(),
         sources.blob_cache(),
+        sources.engines.max_engines,
+        sources.engines.waiting_tenants,
+        {helper: dict(counts) for helper, counts in sources.helper_ends().items()},
     )
 
 

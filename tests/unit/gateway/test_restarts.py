@@ -1,8 +1,9 @@
-"""A gateway that ends again and again is started after longer and longer pauses."""
+"""A gateway is started again at once; one that ends again and again after longer and longer pauses."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -15,7 +16,8 @@ class Enough(Exception):
 
 
 async def test_pauses_grow_until_the_gateway_has_run_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    gateway = HttpGateway(GatewaySettings("127.0.0.1", 0, None, None, (), 1024, 1.0, "info", "json"), 0)
+    ended: Counter[str] = Counter()
+    gateway = HttpGateway(GatewaySettings("127.0.0.1", 0, None, None, (), 1024, 1.0, "info", "json"), 0, ended)
     lifetimes = iter([1.0, 1, 1, 1, 1, 1, 1, 1, 31.0, 1])
     now, pauses = [0.0], []
 
@@ -38,4 +40,5 @@ async def test_pauses_grow_until_the_gateway_has_run_for_long(monkeypatch: pytes
     monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(Enough):
         await gateway._supervise()
-    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 0.5, 1]
+    assert pauses == [0, 0.5, 1, 2, 4, 8, 16, 30, 0, 0.5]
+    assert ended == {"crash": 10}

@@ -65,6 +65,10 @@ def test_gauges_show_the_last_state() -> None:
     assert value(metrics, "engine_restarts_total", engine="1", reason="crash") == 2
     assert value(metrics, "engine_resident_bytes", engine="0", device="CPU:0") == 1 << 30
     assert value(metrics, "engine_spares") == 1
+    assert value(metrics, "engines", holder="programs") == 2
+    assert [value(metrics, name) for name in ("engines_limit", "engine_waiting_tenants")] == [21, 3]
+    assert value(metrics, "helper_restarts_total", helper="fork_server", reason="killed") == 2
+    assert value(metrics, "helper_restarts_total", helper="gateway", reason="crash") == 1
     figures = ("compile_workers", "compile_workers_busy", "compile_waiting_tasks", "compile_workers_resident_bytes")
     assert [value(metrics, name) for name in figures] == [3, 2, 1, 1 << 20]
     assert value(metrics, "requests_in_flight") == 4
