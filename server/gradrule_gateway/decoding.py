@@ -15,11 +15,13 @@ from gradrule._builder.names import did_you_mean
 from gradrule.common import tensor_codec
 from gradrule.v1.tensor_pb2 import Tensor
 from gradrule_gateway import tensors
-from gradrule_gateway.problems import malformed
+from gradrule_gateway.problems import Problem, malformed
 from gradrule_gateway.tensors import kind_of
 
 # protobuf's parsers refuse deeper messages too.
 _MAX_DEPTH = 100
+# Unknown fields that one answer names; each costs a search for similar names.
+_MAX_UNKNOWN = 20
 MAX_TENSORS = 10_000
 """Maximum number of tensors in one list; each costs 10 to 30 µs, however small it is."""
 _PACKAGE = "gradrule.v1."
@@ -64,6 +66,10 @@ def decode(message: Message, value: Any) -> list[OpenTensor]:
         reader.message(message, value, "")
     except RecursionError:
         raise malformed("the body is nested too deeply") from None
+    except Problem:
+        reader.raise_unknown()
+        raise
+    reader.raise_unknown()
     return reader.open
 
 
@@ -107,6 +113,7 @@ class _Reader:
     def __init__(self) -> None:
         self.open: list[OpenTensor] = []
         self._depth = 0
+        self._unknown: list[Problem] = []
         self._special: dict[str, Callable[[Any, Any, str], bool]] = {
             "google.protobuf.Duration": self._time,
             "google.protobuf.Timestamp": self._time,
@@ -130,7 +137,13 @@ class _Reader:
         seen: dict[str, str] = {}
         for key, item in value.items():
             where = f"{path}.{key}" if path else key
-            field = self.field(message.DESCRIPTOR, key, where)
+            try:
+                field = self.field(message.DESCRIPTOR, key, where)
+            except Problem as unknown:
+                self._unknown.append(unknown)
+                if len(self._unknown) == _MAX_UNKNOWN:
+                    self.raise_unknown()
+                continue
             if item is None and not _null_has_a_meaning(field):
                 continue
             oneof = field.containing_oneof
@@ -140,6 +153,15 @@ class _Reader:
             seen[slot] = key
             self._field(message, field, item, where)
         self._depth -= 1
+
+    def raise_unknown(self) -> None:
+        """Raises the problem of all fields that do not exist, if there are any."""
+        if len(self._unknown) > 1:
+            detail = " ".join(problem.detail for problem in self._unknown)
+            violations = [found for problem in self._unknown for found in problem.violations]
+            raise Problem("MALFORMED_REQUEST", detail, violations=violations)
+        if self._unknown:
+            raise self._unknown[0]
 
     def field(self, descriptor: Any, key: str, where: str) -> FieldDescriptor:
         field = _fields(descriptor).get(key)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import gradrule as gr
 from tests.e2e.pages import GUIDE, read_example
 from tests.service.gateways import RunningGateway, running_gateway
 from tests.service.servers import RunningServer
@@ -30,13 +29,10 @@ def gateway(server: RunningServer) -> Iterator[RunningGateway]:
 
 
 @pytest.fixture
-def signs(client: Any) -> Iterator[Any]:
-    """The program that the page's calls name."""
-    g = gr.Graph()
-    g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
-    program = client.compile(g, ys=["y"], xs=["x"], fetches=["y"], overrides={"Sign": "ste_sign"}, name="signs")
-    yield program
-    program.delete()
+def signs(gateway: RunningGateway, client: Any) -> Iterator[str]:
+    """Creates the program that the page's calls name, as the page does; returns what curl prints."""
+    yield curl(read_example(PAGE, "program"), gateway)
+    client.delete_program("signs")
 
 
 def run(*command: str) -> str:
@@ -49,17 +45,31 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def curl(commands: str, gateway: RunningGateway) -> str:
+    """Runs commands of the page."""
+    return run("bash", "-e", "-c", commands.replace("curl ", "curl --silent ").replace(ADDRESS, gateway.url))
+
+
 def test_curl_prints_what_the_page_says(gateway: RunningGateway) -> None:
     command, told = read_example(PAGE, "curl").strip().split("\n# ")
-    assert json.loads(run("bash", "-c", f"{command.replace(ADDRESS, gateway.url)} --silent")) == json.loads(told)
+    assert json.loads(curl(command, gateway)) == json.loads(told)
 
 
-def test_r(gateway: RunningGateway, signs: Any) -> None:
+def test_curl_sends_a_graph_and_calls_a_program(gateway: RunningGateway, signs: str) -> None:
+    sent = json.loads(curl(read_example(PAGE, "graph"), gateway))
+    program, called = json.JSONDecoder().raw_decode(signs)
+    assert program["program"]["name"] == "programs/signs"
+    for answer in (sent, json.loads(signs[called:])):
+        assert answer["outputs"]["y"]["values"] == [-1, 1, 1]
+        assert answer["gradients"]["x"]["values"] == [0, 1, 0]
+
+
+def test_r(gateway: RunningGateway, signs: str) -> None:
     printed = run("Rscript", "-e", read_example(PAGE, "r").replace(ADDRESS, gateway.url))
     assert printed.split() == ["[1]", "0", "1", "0"]
 
 
-def test_javascript(gateway: RunningGateway, signs: Any) -> None:
+def test_javascript(gateway: RunningGateway, signs: str) -> None:
     code = read_example(PAGE, "javascript").replace(ADDRESS, gateway.url)
     assert run("node", "--input-type=module", "--eval", code).split() == ["[", "0,", "1,", "0", "]"]
 

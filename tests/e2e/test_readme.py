@@ -12,7 +12,6 @@ import grpc
 import numpy as np
 import pytest
 
-import gradrule as gr
 from tests.contract.test_protos import Reflection
 from tests.e2e.pages import ADDRESS, README, example_names, read_example, run_shell
 from tests.node_client import run_node
@@ -51,9 +50,6 @@ def test_node_quick_start(server: RunningServer) -> None:
 
 @pytest.mark.usefixtures("without_readme_rules")
 def test_shell_quick_start(server: RunningServer, tmp_path: Path) -> None:
-    g = gr.Graph()
-    g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
-    (tmp_path / "graph.pb").write_bytes(g.to_bytes())
     printed = run_shell(blocks("shell"), tmp_path, server.target)
     assert "HalfGrad" in printed and "active" in printed
     assert re.search(r"0\.5\b.*0\.5\b.*0\.5\b", printed), printed

@@ -30,6 +30,22 @@ def test_the_largest_integers() -> None:
     assert tensors.parse_integer("18446744073709551615") == 2**64 - 1
 
 
+def test_all_unknown_fields_are_named_with_suggestions() -> None:
+    body = {"spek": {}, "spec": {"fetces": ["y"], "fetches": 7}, "fedds": {"x": [1]}, "feeds": {}}
+    with pytest.raises(Problem) as refused:
+        conversion.decode_body(EVALUATE, json.dumps(body).encode())
+    assert [found.field for found in refused.value.violations] == ["spek", "spec.fetces"]
+    body["spec"] = {"fetces": ["y"]}
+    with pytest.raises(Problem) as refused:
+        conversion.decode_body(EVALUATE, json.dumps(body).encode())
+    assert [found.field for found in refused.value.violations] == ["spek", "spec.fetces", "fedds"]
+    for suggestion in ("'spec'", "'fetches'", "'feeds'"):
+        assert f"Did you mean {suggestion}?" in refused.value.detail
+    with pytest.raises(Problem) as refused:
+        conversion.decode_body(EVALUATE, json.dumps({f"x{number}": 1 for number in range(1000)}).encode())
+    assert len(refused.value.violations) == 20
+
+
 @pytest.mark.parametrize("text", ["AB==", "AAB=", "AB", "AA=", "AAAA=", "AAAA==", "A", "=", "AA==AA==", " AA=="])
 def test_wrong_ends_of_base64(text: str) -> None:
     with pytest.raises(ValueError, match="not base64"):
