@@ -7,9 +7,12 @@ neither gRPC nor TensorFlow.
 from __future__ import annotations
 
 import difflib
+import errno
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError, EncodeError
 
 from gradrule.v1 import errors_pb2
 
@@ -62,6 +65,26 @@ class GradruleError(Exception):
 
     def __str__(self) -> str:
         return f"{reason_name(self.reason)}: {self.message}"
+
+
+@dataclass
+class NoMemoryLeft(GradruleError):
+    """A process had no memory left for a request: MEMORY_EXCEEDED. Another process may have enough.
+
+    `is_alone`: whether nothing else took memory in the process, so that no other process would have more.
+    """
+
+    is_alone: bool = False
+
+
+def lacks_memory(cause: BaseException | None) -> bool:
+    """Returns whether an exception reports that this process could not get memory, or a thread with its stack."""
+    if isinstance(cause, DecodeError):
+        return "alloc" in str(cause)
+    if isinstance(cause, RuntimeError):
+        return "can't start new thread" in str(cause)
+    # No message has required fields, so only lack of memory prevents that it is serialized.
+    return isinstance(cause, (MemoryError, EncodeError)) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
 
 
 def error(

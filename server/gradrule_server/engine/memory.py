@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import resource
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.graph_import import label_varying
 from gradrule_server.engine.memory_estimate import MemoryNeed, estimate_need, static_bytes
-from gradrule_server.errors import GradruleError, error
+from gradrule_server.errors import Finding, NoMemoryLeft, error
 from gradrule_server.policy.op_tables import input_numbers
 
 # Inputs that decide how large an output is, by op: a call may feed them.
@@ -30,6 +31,9 @@ _ELEMENT_BYTES = 16
 # Larger constants are replaced by placeholders: only their shapes matter.
 _LARGE_CONSTANT = 4096
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+# Threads that TensorFlow starts for each core: those that compute, those of functions, those of sessions, those of XLA.
+_TF_THREADS_PER_CORE = 4
+_MAX_STACK = 8 << 20
 # Number of results that are kept.
 _MAX_RESULTS = 256
 
@@ -45,28 +49,38 @@ class _ProcessLimit:
     bytes = 0
 
 
-def limit_memory(limit: int) -> None:
+def limit_memory(limit: int, threads: int = 0) -> None:
     """Limits the memory of this process to `limit` bytes, as the kernel counts them; 0: no limit.
 
-    What is reserved and never used (stacks, heaps of threads) does not count.
+    What is reserved and not used does not count: that of now, and the stacks of threads that start later: `threads`,
+    and TensorFlow's.
     """
     _ProcessLimit.bytes = limit
     if not limit:
         return
     reserved = max(0, _status("VmData") - _status("RssAnon"))
-    most = limit + reserved
+    most = limit + reserved + _stack_bytes() * (threads + _TF_THREADS_PER_CORE * len(os.sched_getaffinity(0)))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         most = min(most, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def memory_error(what: str) -> GradruleError:
-    """Returns the error MEMORY_EXCEEDED with the limit in its text."""
-    limit = f"{_ProcessLimit.bytes} bytes (--memory-limit)" if _ProcessLimit.bytes else "the machine's memory"
-    return error(
-        errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the program takes more than the engine has, {limit}: {what}"
+def memory_error(what: str) -> NoMemoryLeft:
+    """Returns MEMORY_EXCEEDED for a request for which no memory is left, with what is in use and the limit."""
+    limit = f"{_format_bytes(_ProcessLimit.bytes)} (--memory-limit)" if _ProcessLimit.bytes else "the machine's memory"
+    used = _format_bytes(_status("RssAnon"))
+    message = (
+        f"no memory is left; {used} of {limit} are in use: {what}. Send a smaller batch or graph, delete programs and "
+        "handles that are not needed, or start the server with a larger --memory-limit"
     )
+    return NoMemoryLeft([Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)])
+
+
+def _stack_bytes() -> int:
+    """Returns the size of a new thread's stack, which glibc takes from the limit of the main thread's."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return _MAX_STACK if soft == resource.RLIM_INFINITY else min(soft, _MAX_STACK)
 
 
 def _status(field: str) -> int:

@@ -79,7 +79,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
         sandbox_missing=sandbox.missing,
     )
     configure_optimizer()
-    limit_memory(options.memory_limit)
+    limit_memory(options.memory_limit, options.threads + 1)
     calls: MainCalls = queue.SimpleQueue()
     # The name of the process is that of its main thread, so the main thread has to set it.
     service = EngineService(

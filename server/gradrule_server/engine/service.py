@@ -23,7 +23,7 @@ from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.run import ForwardRuns, run
 from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
-from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.errors import Finding, GradruleError, error, lacks_memory
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
@@ -87,17 +87,25 @@ class EngineService:
         try:
             yield
         except GradruleError as cause:
-            self._send_fault(request_id, cause)
-        except MemoryError as cause:
-            self._send_fault(request_id, memory_error(str(cause) or "no memory is left"))
-        except DecodeError:
+            short = lacks_memory(cause.__cause__)
+            self._send_fault(request_id, self._no_memory_left(cause.__cause__) if short else cause)
+        except DecodeError as cause:
+            if lacks_memory(cause):
+                self._send_fault(request_id, self._no_memory_left(cause))
+                return
             # The front end passes on calls of stored programs without parsing their tensors.
             message = f"the bytes are no {evaluate_pb2.EvaluateRequest.DESCRIPTOR.full_name}"
             self._send_fault(request_id, error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
         except Exception as cause:
+            if lacks_memory(cause):
+                self._send_fault(request_id, self._no_memory_left(cause))
+                return
             # This is the boundary of the process: the caller gets a FAULT, the log the whole error.
             _log.exception("request %d failed", request_id)
             self._send_fault(request_id, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
+
+    def _no_memory_left(self, cause: BaseException | None) -> GradruleError:
+        return memory_error(f"{len(self._programs)} programs are loaded ({str(cause) or 'an allocation failed'})")
 
     def _answer(self, frame: Frame) -> None:
         if frame.kind is Kind.PREPARE:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeAlias, TypeVar
@@ -18,7 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.common.status_codes import DEFAULT_STATUS_CODE, STATUS_CODES
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import Finding, GradruleError, error, reason_name
+from gradrule_server.errors import Finding, GradruleError, error, lacks_memory, reason_name
 from gradrule_server.operations.request_record import REQUEST_ID, ObservedRequest, Observer, RequestRecord
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ MAX_FINDINGS_BYTES = 4096
 MAX_RESOURCES_BYTES = 3072
 MAX_MESSAGE_BYTES = 1024
 _MAX_NAME_BYTES = 256
+_NO_MEMORY_RETRY_S = 1.0
 # Bytes that packing a message into an Any adds.
 _ANY_BYTES = 56
 
@@ -135,6 +137,9 @@ def status_code(reason: errors_pb2.ErrorReason.ValueType) -> grpc.StatusCode:
 
 def to_status(cause: GradruleError) -> status_pb2.Status:
     """Returns the `google.rpc.Status` of an error, small enough for trailers."""
+    if lacks_memory(cause.__cause__):
+        # What could not be parsed for lack of memory is not malformed.
+        cause = _no_memory_left()
     violations, sent = _violations(cause.findings)
     info = error_details_pb2.ErrorInfo(
         reason=reason_name(cause.reason),
@@ -160,11 +165,21 @@ def to_status(cause: GradruleError) -> status_pb2.Status:
 def log_incident() -> GradruleError:
     """Logs the current exception under a random number. Returns an INTERNAL error with that number for the caller.
 
-    The exception's text may hold what other callers sent, so it goes to the log only.
+    The exception's text may hold what other callers sent, so it goes to the log only. Lack of memory is no incident.
     """
+    if lacks_memory(sys.exception()):
+        _log.exception("the front end has no memory left for a request")
+        return _no_memory_left()
     number = secrets.token_hex(4)
     _log.exception("incident %s", number)
     return error(errors_pb2.ERROR_REASON_INTERNAL, f"the server failed; its log has more under incident {number}")
+
+
+def _no_memory_left() -> GradruleError:
+    message = (
+        "the server's front end has no memory left for the request; send less at a time, or give the server more memory"
+    )
+    return error(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message, retry_after_s=_NO_MEMORY_RETRY_S)
 
 
 async def abort(context: Context, cause: GradruleError, request: RequestRecord) -> NoReturn:

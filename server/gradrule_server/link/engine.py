@@ -246,6 +246,16 @@ class Engine:
             return None
         return process
 
+    def recycle(self) -> bool:
+        """Replaces the process by a new one that holds nothing; calls that run in it run again.
+
+        Returns False if that would cost sessions or forward handles, or if the process is not replaced.
+        """
+        if self._process is None or self.kept or self.use not in (Use.PROGRAMS, Use.EXTRA):
+            return False
+        self._process.end(EndReason.FULL)
+        return True
+
     async def call(
         self,
         kind: Kind,
@@ -366,6 +376,12 @@ class Engine:
             request.is_given_up = True
             raise
         return process.loss_error(end)
+
+    async def ended_for_memory(self) -> bool:
+        """Returns whether the previous process ended because it took too much memory, once that is known."""
+        if self._reports:
+            await asyncio.wait(self._reports)
+        return self.last_end is not None and self.last_end.reason is EndReason.MEMORY
 
     async def wait_lost(self) -> EngineEnd | None:
         """Waits until the current process ends. Returns how it ended; None if there is no process."""

@@ -65,7 +65,7 @@ _MALLOC = {
     # of new pages from the kernel takes longer than computing with them.
     "mmap_max": 0,
     "trim_threshold": 256 << 20,
-    "top_pad": 64 << 20,
+    "top_pad": 1 << 20,
 }
 
 _XLA_FLAGS = (

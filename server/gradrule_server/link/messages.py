@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gradrule.common.wire_format import prefix
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
-from gradrule_server.errors import Finding, GradruleError, Resource
+from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft, Resource
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import ProgramNotLoaded
 
@@ -95,6 +95,7 @@ def fault_message(cause: GradruleError) -> link_pb2.Fault:
         message=cause.message,
         findings=[finding_message(item) for item in cause.findings],
         not_loaded=isinstance(cause, ProgramNotLoaded),
+        no_memory=isinstance(cause, NoMemoryLeft),
         retry_after_s=cause.retry_after_s,
         resources=[link_pb2.FaultResource(type=item.type, name=item.name) for item in resources],
     )
@@ -116,6 +117,8 @@ def error_from_fault(fault: link_pb2.Fault) -> GradruleError:
     ] or [Finding(fault.reason, fault.message)]
     if fault.not_loaded:
         return ProgramNotLoaded(findings)
+    if fault.no_memory:
+        return NoMemoryLeft(findings)
     resources = [Resource(item.type, item.name) for item in fault.resources]
     return GradruleError(
         findings,

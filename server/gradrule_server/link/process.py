@@ -39,6 +39,9 @@ _END_TIMEOUT_S = 10.0
 _STDERR_TIMEOUT_S = 1.0
 # A process that is killed with this share of its memory limit in use was killed because of the limit.
 _NEAR_LIMIT = 0.9
+# A process that crashes with this share of its memory limit in use may have crashed because an allocation failed:
+# protobuf and parts of TensorFlow do not check that. It was measured before, and a large graph takes several copies.
+_MAY_LACK = 0.5
 
 
 class EngineRefused(Exception):
@@ -203,8 +206,14 @@ class EngineProcess:
         self.connection.close()
         await asyncio.wait([self.stderr], timeout=_STDERR_TIMEOUT_S)
         code = self.process.returncode if ended_by_itself else None
-        is_full = 0 < _NEAR_LIMIT * self.memory_limit <= self.resident_bytes
-        return end_from_exit(code, self._ended_for, self.fatal.text, was_short_of_memory=is_full or OOM_KILLS.has_grown)
+        used = self.resident_bytes / self.memory_limit if self.memory_limit else 0.0
+        return end_from_exit(
+            code,
+            self._ended_for,
+            self.fatal.text,
+            was_short_of_memory=used >= _NEAR_LIMIT or OOM_KILLS.has_grown,
+            may_lack_memory=used >= _MAY_LACK,
+        )
 
     async def _has_ended(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):

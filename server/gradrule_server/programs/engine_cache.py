@@ -136,6 +136,8 @@ class EngineProgramCache:
         self._blob_sizes = _BlobSizes()
         self._bytes = 0
         self._last_number = 0
+        self._started = 0
+        """Loads that the current process started."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -172,6 +174,7 @@ class EngineProgramCache:
         if self._generation == self._engine.generation:
             return []
         self._generation = self._engine.generation
+        self._started = 0
         # A program that was used or being loaded may have ended the process; calls load it again.
         left = [load for load in reversed(self._loads.values()) if load.is_loaded and not load.holders]
         self._loads.clear()
@@ -221,9 +224,28 @@ class EngineProgramCache:
             self._blob_sizes.remove(load.program)
             self._update_count()
 
+    def is_only(self, load: Load) -> bool:
+        """Returns whether the engine's process has loaded nothing else and runs nothing else."""
+        return self._started == 1 and load.generation == self._engine.generation and not self._engine.load
+
+    def make_room(self, load: Load) -> None:
+        """Frees the engine's memory, in which there is none left for a program: by a new process if possible."""
+        if load.generation != self._engine.generation:
+            return
+        if self._engine.recycle():
+            # Loading all again would fill the new process again.
+            self._loads.clear()
+            self._blob_sizes = _BlobSizes()
+            self._bytes = 0
+            return
+        for other in list(self._loads.values()):
+            if other.is_done and not other.holders:
+                self._unload(other)
+
     def _start(self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool) -> Load:
         # Engines handle messages concurrently: with a new key, the UNLOAD of an older load cannot remove this one.
         self._last_number += 1
+        self._started += 1
         engine_key = f"{program.key}/{self._last_number}"
         store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
         store.pin(blobs)

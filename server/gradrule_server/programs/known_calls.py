@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from gradrule.common.wire_format import MalformedError, fields, read_varint, varint
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
-from gradrule_server.errors import error
+from gradrule_server.errors import NoMemoryLeft, error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import CallShape, RunTemplate, canonical
@@ -274,6 +274,9 @@ class KnownCalls:
             return lost
         except ProgramNotLoaded:
             self._loaded.forget(load)
+            return None
+        except NoMemoryLeft as full:
+            self._loaded.make_room(load, full)
             return None
         finally:
             load.holders -= 1

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import GradruleError
+from gradrule_server.errors import GradruleError, NoMemoryLeft
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.request_scheduler import ConnectionLost
@@ -94,7 +94,11 @@ class LoadedPrograms:
         """
         engine = engine or self._best(program)
         with engine.held(), self._engine_cache(engine).hold(program, ends_at, recorder) as load:
-            yield load
+            try:
+                yield load
+            except NoMemoryLeft as full:
+                self.make_room(load, full)
+                raise
 
     @contextlib.asynccontextmanager
     async def hold_with_blobs(
@@ -144,6 +148,12 @@ class LoadedPrograms:
             raise await load.engine.loss_error(load.work, gone) from None
         load.check()
         return answer
+
+    def make_room(self, load: Load, full: NoMemoryLeft) -> None:
+        """Frees the memory of an engine that has none left for a program; sets `is_alone`."""
+        cache = self._engine_cache(load.engine)
+        full.is_alone = cache.is_only(load)
+        cache.make_room(load)
 
     def forget(self, load: Load) -> None:
         """Removes a program that the engine does not have."""
@@ -226,6 +236,9 @@ class LoadedPrograms:
 
     async def _load_again(self, engine: Engine, loads: Sequence[Load]) -> None:
         generation = engine.generation
+        if await engine.ended_for_memory():
+            # The programs would fill the new process again, before the call that needed more.
+            return
         for recorder, program in select_to_load((load.work.recorder, load.program) for load in loads):
             # Calls come first: an engine compiles one program at a time.
             while engine.is_compiling:

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
 from gradrule_server.concurrency import TenantLocks
-from gradrule_server.errors import GradruleError, error
+from gradrule_server.errors import GradruleError, NoMemoryLeft, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import CallShape, fault_message, shape_message
@@ -32,7 +32,6 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.recovery.call_recovery import CallRecovery, ProcessWords
 from gradrule_server.recovery.crash_history import CrashHistory, Workload
-from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rule_entries import RuleEntry
 from gradrule_server.registry.rules import RuleRegistry
@@ -253,10 +252,10 @@ class Preparer:
     ) -> AnswerT:
         try:
             return read(await worker.call(Kind.PREPARE, payload, ends_at or math.inf, on_question=questions.answer))
-        except GradruleError as cause:
-            if cause.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED and not isinstance(cause, EngineLost):
-                # The process does not return all of its memory.
-                self._workers.end(worker)
+        except NoMemoryLeft as full:
+            # The process does not return all of its memory. It works on one task at a time.
+            self._workers.end(worker)
+            full.is_alone = True
             raise
         except DecodeError as cause:
             _log.error("the answer of compile worker %s cannot be read: %s; ending it", worker.pid, cause)

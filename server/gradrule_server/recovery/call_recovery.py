@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import TenantLocks
-from gradrule_server.errors import GradruleError, error
+from gradrule_server.errors import GradruleError, NoMemoryLeft, error
 from gradrule_server.recovery.crash_history import CrashHistory, HistoryRecorder, Workload
 from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost, ProgramNotLoaded
 from gradrule_server.recovery.recovery_states import TRANSITIONS, CallState, Event
@@ -107,6 +107,7 @@ class CallRecovery(Generic[EngineT]):
         self._words = words
         self._kills = 0
         self._crashes = 0
+        self._short_runs = 0
         self._was_loaded_again = False
         self._patience_s = 0.0
         self._last_run_s = 0.0
@@ -171,7 +172,7 @@ class CallRecovery(Generic[EngineT]):
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
-            failure: EngineLost | ProgramNotLoaded | None = None
+            failure: GradruleError | None = None
             try:
                 if state is CallState.ALONE:
                     answer = await self._run_alone(workload, attempt, undo)
@@ -188,6 +189,9 @@ class CallRecovery(Generic[EngineT]):
                 failure = missing
                 event = Event.TRIED_TOO_OFTEN if self._was_loaded_again else Event.NOT_LOADED
                 self._was_loaded_again = True
+            except NoMemoryLeft as full:
+                failure = full
+                event = self._event_of_no_memory(state, full)
             else:
                 self._record_success(workload, reports, proves=proves)
                 is_undone = state is CallState.ALONE and undo is not None
@@ -200,6 +204,8 @@ class CallRecovery(Generic[EngineT]):
             if state is CallState.FAILED and failure is not None:
                 if isinstance(failure, EngineLost):
                     self.recorder(workload).record_engine_loss(failure)
+                elif isinstance(failure, NoMemoryLeft):
+                    failure = self._no_memory_error(failure)
                 try:
                     raise failure
                 finally:
@@ -214,6 +220,23 @@ class CallRecovery(Generic[EngineT]):
         if self._pinned is None and not self._engines.serves(workload.owner):
             await self._engines.provide(workload.owner, self.turn_ends_at, self._patience_s)
         return await attempt(self._pinned)
+
+    def _event_of_no_memory(self, state: CallState, full: NoMemoryLeft) -> Event:
+        """Classifies a run for which its engine had no memory left."""
+        self._patience_s = _PATIENCE_S
+        self._short_runs += 1
+        if state is not CallState.SHARED or (full.is_alone and self._short_runs > 1):
+            return Event.DOES_NOT_FIT
+        return Event.NO_MEMORY if self._short_runs == 1 else Event.NO_MEMORY_AGAIN
+
+    def _no_memory_error(self, full: NoMemoryLeft) -> GradruleError:
+        """Returns MEMORY_EXCEEDED for a call that does not fit alone, or not beside what its session holds."""
+        if self._pinned is not None:
+            return full
+        return error(
+            errors_pb2.ERROR_REASON_MEMORY_EXCEEDED,
+            f"even alone, the graph takes more memory than {self._words.limited}: {full.message}",
+        )
 
     async def _event_of_loss(self, state: CallState, lost: EngineLost, workload: Workload) -> Event:
         """Classifies the loss of an engine."""
@@ -253,10 +276,16 @@ class CallRecovery(Generic[EngineT]):
         undo: Callable[[EngineT], None] | None,
     ) -> T:
         """Runs the call in an engine of its own (a trial). Raises `_ClearedError` if that is not necessary any more."""
-        lost = self._suspected_loss
-        assert lost is not None
-        history, report = self._crash_history, lost.crash_report
+        history, lost = self._crash_history, self._suspected_loss
         async with self._engines.trials.hold(workload.owner):
+            if lost is None:
+                # It is suspected of nothing, only too large to run beside others.
+                async with self._engines.alone(workload.owner) as engine:
+                    answer = await attempt(engine)
+                    if undo is not None:
+                        undo(engine)
+                    return answer
+            report = lost.crash_report
             if report.culprit == workload and report.culprit_error is not None:
                 raise report.culprit_error
             # Another call of the same workload, if the workload was new, may have completed meanwhile.
@@ -314,12 +343,16 @@ class CallRecovery(Generic[EngineT]):
             expiring.cancel()
 
     def _quarantine(self, workload: Workload, lost: EngineLost) -> GradruleError:
-        """Puts a workload into quarantine that crashed an engine alone; returns the error for its callers."""
-        self._crash_history.quarantine(workload, str(lost.engine_end))
+        """Puts a workload into quarantine that crashed an engine alone; returns the error for its callers.
+
+        A graph that took too much memory is not quarantined: the next call may have a smaller batch.
+        """
+        if lost.engine_end.reason is not EndReason.MEMORY:
+            self._crash_history.quarantine(workload, str(lost.engine_end))
         failure = _culprit_error(lost.engine_end, self._engines.memory_limit, self._words)
-        assert self._suspected_loss is not None
-        report = self._suspected_loss.crash_report
-        report.culprit, report.culprit_error = workload, failure
+        if self._suspected_loss is not None:
+            report = self._suspected_loss.crash_report
+            report.culprit, report.culprit_error = workload, failure
         return failure
 
 
@@ -333,6 +366,9 @@ def _culprit_error(engine_end: EngineEnd, memory_limit: int, words: ProcessWords
     """
     if engine_end.reason is EndReason.MEMORY:
         limit = f" (--memory-limit: {memory_limit} bytes)" if memory_limit else ""
-        message = f"the graph takes more memory than {words.limited}{limit}: {engine_end}"
+        message = (
+            f"the graph takes more memory than {words.limited}{limit}: {engine_end}. Send a smaller batch or graph, or "
+            "start the server with a larger --memory-limit"
+        )
         return error(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)
     return error(errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the graph ended each {words.ended}: {engine_end}")

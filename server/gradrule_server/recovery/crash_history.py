@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
-from gradrule_server.recovery.endings import CrashReport, EngineLost
+from gradrule_server.recovery.endings import CrashReport, EndReason, EngineLost
 
 # Workloads in each table; the one that was recorded least recently is dropped.
 _MAX_ENTRIES = 4096
@@ -215,9 +215,12 @@ class HistoryRecorder:
         self.crash_history.record_overrun(self.workload, seconds, "it went on after its deadline")
 
     def record_engine_loss(self, lost: EngineLost) -> None:
-        """Records a crash if the request ran alone, else a shared crash. Counts each engine's end once."""
+        """Records a crash if the request ran alone, else a shared crash. Counts each engine's end once.
+
+        Lack of memory is no crash: it depends on the batch, and on what else the engine holds.
+        """
         report = lost.crash_report
-        if not lost.is_blamable or self.workload in report.recorded:
+        if not lost.is_blamable or lost.engine_end.reason is EndReason.MEMORY or self.workload in report.recorded:
             return
         report.recorded.add(self.workload)
         if lost.ran_alone:

@@ -16,9 +16,15 @@ _MAX_CHARS = 300
 _RETRY_AFTER_S = 2.0
 
 # A line that TensorFlow logs at severity FATAL, in absl's format or the older one, or the C++ runtime's line about an
-# uncaught exception.
-_FATAL = re.compile(r"(?:F\d{4} \S+ +\d+|[-0-9]+ [:.0-9]+: F) \S+\] (?P<text>.+)|(?P<thrown>terminate called .+)")
-_NO_MEMORY = re.compile(r"bad_alloc|[Oo]ut of memory|Cannot allocate memory|MemoryError")
+# uncaught exception, or that of the dynamic linker about memory that each thread needs.
+_FATAL = re.compile(
+    r"(?:F\d{4} \S+ +\d+|[-0-9]+ [:.0-9]+: F) \S+\] (?P<text>.+)"
+    r"|(?P<thrown>terminate called .+|cannot allocate memory .+|.*pthread_create\(\) failed.*)"
+)
+_NO_MEMORY = re.compile(
+    r"bad_alloc|[Oo]ut of memory|[Cc]annot allocate memory|MemoryError|pthread_create\(\) failed"
+    r"|Resource temporarily unavailable"
+)
 _PATH = re.compile(r"(?<![\w.])(?:[\w.-]+)?(?:/[\w.+@-]+){2,}(?::\d+)?")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
 
@@ -34,6 +40,8 @@ class EndReason(enum.StrEnum):
     """The front end ended it: a call ran past its deadline, or went on after its cancellation."""
     HEARTBEAT = "heartbeat"
     """The front end ended it: it stopped answering pings."""
+    FULL = "full"
+    """The front end ended it: it had no memory left for a program, and a new process has."""
     KILLED = "killed"
     """Another process sent SIGKILL or SIGTERM."""
     STOPPED = "stopped"
@@ -148,12 +156,19 @@ _DESCRIPTIONS = {
     EndReason.OVERRUN: "it was ended because a call overran its deadline",
     EndReason.HEARTBEAT: "it was ended because it answered nothing any more",
     EndReason.STOPPED: "it was stopped",
+    EndReason.FULL: "it had no memory left for another program",
 }
+_SIGNALS_OF_FAILED_ALLOCATIONS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 _SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 
 
 def end_from_exit(
-    code: int | None, ended_for: EndReason | None, fatal_message: str, *, was_short_of_memory: bool = False
+    code: int | None,
+    ended_for: EndReason | None,
+    fatal_message: str,
+    *,
+    was_short_of_memory: bool = False,
+    may_lack_memory: bool = False,
 ) -> EngineEnd:
     """Determines how a process ended.
 
@@ -162,6 +177,7 @@ def end_from_exit(
         ended_for: Why the front end ended it; None if the front end did not.
         fatal_message: See `EngineEnd`.
         was_short_of_memory: Whether memory was used up when it ended: the kernel then ends processes by SIGKILL.
+        may_lack_memory: Whether a crash without a message may be a failed allocation.
     """
     if ended_for is not None:
         return EngineEnd(ended_for, _DESCRIPTIONS.get(ended_for, ended_for), fatal_message)
@@ -173,6 +189,8 @@ def end_from_exit(
     name = _signal_name(-code)
     if -code == signal.SIGKILL and was_short_of_memory:
         return EngineEnd(EndReason.MEMORY, f"{name}, when there was no more memory", fatal_message)
+    if -code in _SIGNALS_OF_FAILED_ALLOCATIONS and may_lack_memory and not fatal_message:
+        return EngineEnd(EndReason.MEMORY, f"{name}, when little memory was left", fatal_message)
     if -code in _SIGNALS_FROM_OUTSIDE:
         reason = EndReason.KILLED
     return EngineEnd(reason, name, fatal_message)

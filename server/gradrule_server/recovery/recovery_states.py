@@ -8,6 +8,8 @@ engine ends, the call runs again:
 - The engine crashed while the call ran in it: the call may be the cause. A trial follows: it runs ALONE, in an
   engine in which nothing else runs. If that engine crashes too, the call is the culprit: its caller gets the error,
   and its graph goes into quarantine. If the call completes, its caller notices nothing but the time.
+- The engine has no memory left: it gets a new process, which holds nothing yet, and the call runs again. This says
+  nothing about the graph, so there is no quarantine; a call that does not fit alone fails with MEMORY_EXCEEDED.
 - While the call waits for its trial, another call may be found to be the culprit: then this one is cleared.
 
 `call_recovery` drives this machine: it runs the call as the state says, turns the outcome into an event, and looks up
@@ -66,6 +68,12 @@ class Event(enum.Enum):
     """The engine ended while the call ran, but a call of a graph that never completed before is the likelier cause."""
     CLEARED = enum.auto()
     """Another call was found to be the culprit, or another call of the same graph completed alone."""
+    NO_MEMORY = enum.auto()
+    """The engine has no memory left. Another process of the engine, which holds nothing yet, may have enough."""
+    NO_MEMORY_AGAIN = enum.auto()
+    """The new process has no memory left either, beside other programs."""
+    DOES_NOT_FIT = enum.auto()
+    """The engine has no memory left, although it holds nothing else."""
     TRIED_TOO_OFTEN = enum.auto()
     """The engine was killed from outside, or had dropped the program, more often than is worth another run."""
 
@@ -77,11 +85,15 @@ TRANSITIONS: Mapping[tuple[CallState, Event], CallState] = MappingProxyType(
         (CallState.SHARED, Event.ENGINE_ENDED): CallState.SHARED,
         (CallState.SHARED, Event.CRASHED_BY_OTHERS): CallState.SHARED,
         (CallState.SHARED, Event.ENGINE_CRASHED): CallState.ALONE,
+        (CallState.SHARED, Event.NO_MEMORY): CallState.SHARED,
+        (CallState.SHARED, Event.NO_MEMORY_AGAIN): CallState.ALONE,
+        (CallState.SHARED, Event.DOES_NOT_FIT): CallState.FAILED,
         (CallState.SHARED, Event.TRIED_TOO_OFTEN): CallState.FAILED,
         (CallState.PINNED, Event.COMPLETED): CallState.ANSWERED,
         (CallState.PINNED, Event.NOT_LOADED): CallState.PINNED,
         (CallState.PINNED, Event.ENGINE_ENDED): CallState.FAILED,
         (CallState.PINNED, Event.ENGINE_CRASHED): CallState.FAILED,
+        (CallState.PINNED, Event.DOES_NOT_FIT): CallState.FAILED,
         (CallState.PINNED, Event.TRIED_TOO_OFTEN): CallState.FAILED,
         (CallState.ALONE, Event.COMPLETED): CallState.ANSWERED,
         (CallState.ALONE, Event.COMPLETED_AND_UNDONE): CallState.REPEATED,
@@ -89,12 +101,14 @@ TRANSITIONS: Mapping[tuple[CallState, Event], CallState] = MappingProxyType(
         (CallState.ALONE, Event.ENGINE_ENDED): CallState.ALONE,
         (CallState.ALONE, Event.ENGINE_CRASHED): CallState.QUARANTINED,
         (CallState.ALONE, Event.CLEARED): CallState.SHARED,
+        (CallState.ALONE, Event.DOES_NOT_FIT): CallState.FAILED,
         (CallState.ALONE, Event.TRIED_TOO_OFTEN): CallState.FAILED,
         (CallState.REPEATED, Event.COMPLETED): CallState.ANSWERED,
         (CallState.REPEATED, Event.NOT_LOADED): CallState.REPEATED,
         (CallState.REPEATED, Event.ENGINE_ENDED): CallState.REPEATED,
         # It completes alone and crashes beside others: another trial would show nothing new.
         (CallState.REPEATED, Event.ENGINE_CRASHED): CallState.FAILED,
+        (CallState.REPEATED, Event.DOES_NOT_FIT): CallState.FAILED,
         (CallState.REPEATED, Event.TRIED_TOO_OFTEN): CallState.FAILED,
     }
 )

@@ -32,7 +32,7 @@ def test_errors_that_report_missing_memory_are_recognised(cause: tf.errors.OpErr
     assert out_of_memory(cause) is is_so
 
 
-@pytest.mark.parametrize(("limit", "words"), [(2**31, "2147483648 bytes"), (0, "the machine's memory")])
+@pytest.mark.parametrize(("limit", "words"), [(2**31, "of 2 GiB (--memory-limit)"), (0, "the machine's memory")])
 def test_memory_error_names_the_limit(monkeypatch: pytest.MonkeyPatch, limit: int, words: str) -> None:
     monkeypatch.setattr(memory._ProcessLimit, "bytes", limit)
     found = memory_error("40 GB of zeros")

@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError, EncodeError
 
 import gradrule as gr
 import gradrule_server.engine
 from gradrule.common import tensor_codec
-from gradrule.v1 import evaluate_pb2, program_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.service import EngineService
 from gradrule_server.engine.tensor_sources import BlobReader
+from gradrule_server.errors import NoMemoryLeft
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
+from gradrule_server.link.messages import read_fault
 from gradrule_server.link.v1 import link_pb2
 from tests.unit.engine.building import prepared
 
@@ -31,6 +34,38 @@ def ends() -> Iterator[tuple[FrameSocket, FrameSocket]]:
     engine, front = socket.socketpair()
     with engine, front:
         yield FrameSocket(engine), FrameSocket(front)
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_short"),
+    [
+        (EncodeError("Failed to serialize proto"), True),
+        (DecodeError("Error parsing message with type 'tensorflow.GraphDef': Arena alloc failed"), True),
+        (DecodeError("Error parsing message with type 'tensorflow.GraphDef': Wire format was corrupt"), False),
+        (MemoryError("std::bad_alloc"), True),
+        (RuntimeError("can't start new thread"), True),
+        (ValueError("something else"), False),
+    ],
+)
+def test_lack_of_memory_is_told_as_such(
+    ends: tuple[FrameSocket, FrameSocket], monkeypatch: pytest.MonkeyPatch, cause: Exception, is_short: bool
+) -> None:
+    engine, front = ends
+    service = EngineService(engine, "CPU:0", BlobReader(None))
+
+    def fail(_: Any) -> None:
+        raise cause
+
+    monkeypatch.setattr(service, "_answer", fail)
+    service.handle(Frame(Kind.PREPARE, 1, b""))
+    answer = front.receive()
+    assert answer is not None
+    told = read_fault(bytes(answer.payload))
+    assert isinstance(told, NoMemoryLeft) is is_short
+    assert (told.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED) is is_short
+    if is_short:
+        assert "0 programs are loaded" in told.message
+        assert "--memory-limit" in told.message
 
 
 def test_repeated_small_call_runs_through_few_modules(ends: tuple[FrameSocket, FrameSocket]) -> None:

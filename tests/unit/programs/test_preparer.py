@@ -86,13 +86,20 @@ async def refused(asked: Preparer) -> str:
     return reason_name(caught.value.reason)
 
 
-@pytest.mark.parametrize(("ending", "reason"), [(CRASH, "ENGINE_CRASHED"), (_MEMORY, "MEMORY_EXCEEDED")])
-async def test_a_graph_that_ends_two_workers_is_refused(tmp_path: Path, ending: EngineEnd, reason: str) -> None:
-    workers = Workers(ending, ending)
+async def test_a_graph_that_ends_two_workers_is_refused(tmp_path: Path) -> None:
+    workers = Workers(CRASH, CRASH)
     asked = preparer(tmp_path, workers)
-    assert await refused(asked) == reason
+    assert await refused(asked) == "ENGINE_CRASHED"
     assert await refused(asked) == "QUARANTINED"
     assert workers.given == 2
+
+
+async def test_a_graph_for_which_workers_lack_memory_is_not_quarantined(tmp_path: Path) -> None:
+    workers = Workers(*[_MEMORY] * 4)
+    asked = preparer(tmp_path, workers)
+    assert await refused(asked) == "MEMORY_EXCEEDED"
+    assert await refused(asked) == "MEMORY_EXCEEDED"
+    assert workers.given == 4
 
 
 async def test_graph_is_not_blamed_for_killed_workers(tmp_path: Path) -> None:

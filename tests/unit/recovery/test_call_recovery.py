@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
-from gradrule_server.errors import Finding, GradruleError
+from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft
 from gradrule_server.link.engine import Engine
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.recovery import call_recovery as call_recovery_module
@@ -95,6 +95,50 @@ async def test_a_graph_that_takes_too_much_memory_gets_memory_exceeded(loaded: L
     with pytest.raises(GradruleError) as guilty:
         await run(loaded, Attempts(lost(ending), lost(ending, ran_alone=True)))
     assert guilty.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
+
+
+async def test_a_graph_that_takes_too_much_memory_is_not_quarantined(loaded: LoadedPrograms) -> None:
+    ending = EngineEnd(EndReason.MEMORY, "it took more")
+    for _ in range(3):
+        with pytest.raises(GradruleError) as guilty:
+            await run(loaded, Attempts(lost(ending), lost(ending, ran_alone=True)))
+        assert guilty.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
+    assert not loaded.crash_history.quarantines()
+
+
+def full(*, is_alone: bool = False) -> NoMemoryLeft:
+    finding = Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, "no memory is left")
+    return NoMemoryLeft([finding], is_alone=is_alone)
+
+
+async def test_a_call_without_memory_runs_once_more(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(full(is_alone=True))
+    assert await run(loaded, attempts) == 2
+    assert attempts.alone == [False, False]
+
+
+async def test_a_call_without_memory_beside_others_runs_alone(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(full(), full())
+    assert await run(loaded, attempts) == 3
+    assert attempts.alone == [False, False, True]
+
+
+@pytest.mark.parametrize("errors", [[full(), full(is_alone=True)], [full(), full(), full()]])
+async def test_a_call_that_does_not_fit_alone_says_so(loaded: LoadedPrograms, errors: list[NoMemoryLeft]) -> None:
+    attempts = Attempts(*errors)
+    with pytest.raises(GradruleError, match="even alone, the graph takes more memory than an engine has") as refused:
+        await run(loaded, attempts)
+    assert refused.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
+    assert len(attempts.places) == len(errors)
+    assert not loaded.crash_history.quarantines()
+
+
+async def test_a_session_without_memory_does_not_run_again(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(full())
+    [engine] = loaded.pool.engines
+    with pytest.raises(NoMemoryLeft):
+        await recover(loaded, pinned=engine).run(program(), attempts)
+    assert len(attempts.places) == 1
 
 
 async def test_a_suspect_that_completes_its_trial_gets_its_answer(loaded: LoadedPrograms) -> None:

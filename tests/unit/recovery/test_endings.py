@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 
 import pytest
@@ -59,6 +60,34 @@ def test_a_process_killed_when_memory_is_short_ended_for_memory(
     code: int, ended_for: EndReason | None, reason: EndReason
 ) -> None:
     assert end_from_exit(code, ended_for, "", was_short_of_memory=True).reason is reason
+
+
+@pytest.mark.parametrize(
+    ("code", "fatal", "reason"),
+    [
+        (-signal.SIGSEGV, "", EndReason.MEMORY),
+        (-signal.SIGABRT, "", EndReason.MEMORY),
+        (-signal.SIGABRT, "Check failed: a", EndReason.CRASH),
+        (-signal.SIGKILL, "", EndReason.KILLED),
+    ],
+)
+def test_a_crash_without_a_message_counts_as_lack_of_memory_when_little_was_left(
+    code: int, fatal: str, reason: EndReason
+) -> None:
+    assert end_from_exit(code, None, fatal, may_lack_memory=True).reason is reason
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cannot allocate memory for thread-local data: ABORT",
+        "terminate called after throwing an instance of 'std::bad_alloc'",
+        "2026-01-01 00:00:00.000000: F external/xla/env.cc:74] Check failed: ret == 0 Thread creation via "
+        "pthread_create() failed.",
+    ],
+)
+def test_lack_of_memory_is_read_from_the_last_words_of_a_process(line: str) -> None:
+    assert end_from_exit(127, None, fatal_message(line)).reason is EndReason.MEMORY
 
 
 @pytest.mark.parametrize("reason", EndReason)

@@ -285,7 +285,9 @@ class EngineStatus(google.protobuf.message.Message):
 
     @property
     def ended(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """How many processes of this engine have ended, by reason: `crash`, `memory`, `overrun`, `heartbeat` or `killed`."""
+        """How many processes of this engine have ended, by reason: `crash`, `memory`, `full`, `overrun`, `heartbeat` or
+        `killed`.
+        """
 
     def __init__(
         self,

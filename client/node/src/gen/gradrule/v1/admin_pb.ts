@@ -353,7 +353,8 @@ export type EngineStatus = Message<"gradrule.v1.EngineStatus"> & {
   uptime?: Duration | undefined;
 
   /**
-   * How many processes of this engine have ended, by reason: `crash`, `memory`, `overrun`, `heartbeat` or `killed`.
+   * How many processes of this engine have ended, by reason: `crash`, `memory`, `full`, `overrun`, `heartbeat` or
+   * `killed`.
    *
    * @generated from field: map<string, int64> ended = 10;
    */
