@@ -74,15 +74,18 @@ class RuleServicer:
         is_checked = has_graph(definition)
         if is_checked:
             definition = await tenant.program_service.preparer.rule(definition, call.ends_at)
-        entry = await asyncio.to_thread(
-            tenant.rules.create, rule.name, definition, rule.description, is_checked=is_checked
-        )
-        return rule_pb2.CreateRuleResponse(rule=rule_message(entry))
+
+        def make() -> rule_pb2.CreateRuleResponse:
+            entry = tenant.rules.create(rule.name, definition, rule.description, is_checked=is_checked)
+            return rule_pb2.CreateRuleResponse(rule=rule_message(entry))
+
+        return await asyncio.to_thread(make)
 
     async def get(self, call: Call[rule_pb2.GetRuleRequest]) -> rule_pb2.GetRuleResponse:
-        rules, name = call.tenant.rules, call.request.name
-        found = await asyncio.to_thread(rules.get, name) if rules.is_shared else rules.get(name)
-        return rule_pb2.GetRuleResponse(rule=rule_message(found))
+        # In a thread, since the content of a large rule is read from the database.
+        return await asyncio.to_thread(
+            lambda: rule_pb2.GetRuleResponse(rule=rule_message(call.tenant.rules.get(call.request.name)))
+        )
 
     async def list(self, call: Call[rule_pb2.ListRulesRequest]) -> rule_pb2.ListRulesResponse:
         request = call.request

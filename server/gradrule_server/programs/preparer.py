@@ -75,7 +75,7 @@ class RegistryLookup:
         """Returns the rules of these names, without names that no rule has; each rule's alias is the requested name.
 
         BUILTIN rules lack their definitions, which every process has. USER rules lack them once the answer has 4 MiB;
-        the worker asks for these again.
+        the worker asks for these again. Accesses the database for large rules.
         """
         found, left = [], _MAX_ANSWER_BYTES
         for name in names:
@@ -346,7 +346,7 @@ class _WorkerQuestions:
         match question.WhichOneof("question"):
             case "rules" if self._rules is not None:
                 await self._rules.refresh()
-                return link_pb2.Answer(rules=self._rules.find(question.rules.names))
+                return link_pb2.Answer(rules=await asyncio.to_thread(self._rules.find, question.rules.names))
             case "unknown_rule" if self._rules is not None and self._explained < _MAX_EXPLAINED_NAMES:
                 self._explained += 1
                 unknown = await asyncio.to_thread(self._rules.unknown, question.unknown_rule)
@@ -372,7 +372,8 @@ class _WorkerQuestions:
 
 
 def _message(requested_name: str, entry: RuleEntry, *, is_complete: bool) -> rule_pb2.Rule:
-    definition = entry.content.to_definition() if is_complete and entry.content is not None else None
+    content = entry.full_content() if is_complete else None
+    definition = None if content is None else content.to_definition()
     return rule_pb2.Rule(
         name=entry.op_type or entry.name, definition=definition, kind=entry.kind, aliases=[requested_name]
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import islice
 
 from google.protobuf.message import DecodeError
@@ -26,6 +26,8 @@ ListPosition = tuple[int, str]
 """The sort key of a rule in the listing: kind (USER, BUILTIN, OP), then name."""
 
 _MAX_EXPRESSION_CHARS = 120
+# Larger definitions of USER rules are not kept in memory. Expressions are smaller.
+_MAX_KEPT_BYTES = 8 * 1024
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -36,6 +38,9 @@ class RuleEntry:
     An OP rule is the gradient that TensorFlow registers for `op_type`; it has no content, digest or creation time.
 
     Attributes:
+        content: Content of a BUILTIN rule.
+        read_content: Reads the content of a USER rule, which is not kept: a parsed rule takes many times its bytes.
+            Accesses the database if the rule is large.
         hides_builtin: Whether this is a USER rule with the name of a BUILTIN rule.
         size: Size of a stored USER rule, bytes; 0 for other rules.
 
@@ -45,6 +50,7 @@ class RuleEntry:
     name: str
     kind: rule_pb2.RuleKind.ValueType
     content: RuleContent | None = None
+    read_content: Callable[[], RuleContent] | None = field(default=None, compare=False, repr=False)
     op_type: str = ""
     description: str = ""
     op_types: tuple[str, ...] = ()
@@ -58,6 +64,10 @@ class RuleEntry:
     true_gradient: bool = False
     hides_builtin: bool = False
     size: int = 0
+
+    def full_content(self) -> RuleContent | None:
+        """Returns the content; None for an OP rule. See `read_content`."""
+        return self.content if self.read_content is None else self.read_content()
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,11 @@ class RuleNames:
         return replace(entry, name=BUILTIN_PREFIX + entry.name) if entry.name in self.user else entry
 
 
-def read_rule(row: RuleRow) -> RuleEntry:
+ReadContent = Callable[[str, str], RuleContent]
+"""Reads the content of a stored rule, given its name and digest. Raises UNKNOWN_RULE if it is not there any more."""
+
+
+def read_rule(row: RuleRow, read_large: ReadContent | None = None) -> RuleEntry:
     """Returns the rule of a row. Raises only `UnreadableRowError` for a damaged row."""
     if not isinstance(row.name, str) or RULE_NAME.fullmatch(row.name) is None:
         raise UnreadableRowError(f"{row.name!r} is not a valid rule name")
@@ -145,20 +159,28 @@ def read_rule(row: RuleRow) -> RuleEntry:
         raise UnreadableRowError("its definition is not bytes, or its description is not text")
     try:
         row.description.encode()
-        content = RuleContent.from_stored(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
-        return user_entry(row, content)
+        return user_entry(row, parse_content(row.name, row.definition), read_large)
     except GradruleError as cause:
         raise UnreadableRowError(cause.message) from cause
     except (DecodeError, ValueError, TypeError, OverflowError, RecursionError) as cause:
         raise UnreadableRowError(str(cause)) from cause
 
 
-def user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
-    """Returns the entry of a USER rule."""
+def parse_content(name: str, definition: bytes) -> RuleContent:
+    """Parses a stored definition. Raises `GradruleError`, `DecodeError` and other errors if it is damaged."""
+    return RuleContent.from_stored(name, rule_pb2.RuleDefinition.FromString(definition))
+
+
+def user_entry(row: RuleRow, content: RuleContent, read_large: ReadContent | None = None) -> RuleEntry:
+    """Returns the entry of a USER rule. `read_large`: reads its content if it is large; None: it is kept."""
     return RuleEntry(
         name=row.name,
         kind=rule_pb2.RULE_KIND_USER,
-        content=content,
+        read_content=(
+            partial(read_large, row.name, content.digest)
+            if read_large is not None and len(row.definition) > _MAX_KEPT_BYTES
+            else partial(parse_content, row.name, row.definition)
+        ),
         description=row.description,
         digest=content.digest,
         create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
@@ -169,11 +191,12 @@ def user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
 
 
 def rule_message(entry: RuleEntry) -> rule_pb2.Rule:
-    """Returns the message that clients receive for a rule."""
+    """Returns the message that clients receive for a rule. May access the database."""
+    content = entry.full_content()
     rule = rule_pb2.Rule(
         name=RULE_PREFIX + entry.name,
         kind=entry.kind,
-        definition=None if entry.content is None else entry.content.to_definition(),
+        definition=None if content is None else content.to_definition(),
         description=entry.description,
         op_types=entry.op_types,
         reference=entry.reference,
@@ -192,10 +215,9 @@ def rule_message(entry: RuleEntry) -> rule_pb2.Rule:
 
 def describe(entry: RuleEntry) -> str:
     """Returns a description such as `the BUILTIN rule 'ste' (dy)`."""
-    if entry.content is None:
+    if entry.kind == rule_pb2.RULE_KIND_OP:
         return f"the OP rule {entry.name!r}, TensorFlow's gradient of {entry.op_type}"
-    definition = entry.content.to_definition()
-    form = definition.expression or ("a graph" if entry.content.code is None else entry.formula)
+    form = entry.formula or "a graph"
     if len(form) > _MAX_EXPRESSION_CHARS:
         form = form[:_MAX_EXPRESSION_CHARS] + "…"
     kind = rule_pb2.RuleKind.Name(entry.kind).removeprefix("RULE_KIND_")

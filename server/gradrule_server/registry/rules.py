@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 
@@ -21,10 +22,12 @@ from gradrule_server.registry import page_tokens
 from gradrule_server.registry.rule_entries import (
     RULE_NAME,
     RULE_PREFIX,
+    ReadContent,
     ReadOnlyRules,
     RuleEntry,
     RuleNames,
     describe,
+    parse_content,
     read_rule,
     user_entry,
 )
@@ -38,7 +41,7 @@ _log = logging.getLogger(__name__)
 _POSITION = (re.compile("[012]"), re.compile(".*", re.DOTALL))
 _RESERVED = frozenset({"default", "inline"})
 _MAX_UNREADABLE_SHOWN = 5
-# Limit the size of rules, because all rules of a loaded tenant are in memory.
+# Limit the size of rules: compile workers get them whole.
 _MAX_DESCRIPTION_BYTES = 8 * 1024
 _MAX_DEFINITION_BYTES = 1024 * 1024
 
@@ -77,7 +80,7 @@ class RuleRegistry:
         self._revision = 0
         if not isinstance(read_only, ReadOnlyRules):
             read_only = ReadOnlyRules.from_op_types(read_only)
-        stored, self._unreadable = _read_rules(store, tenant)
+        stored, self._unreadable = self._read_rules()
         self._names = RuleNames(
             user={entry.name: _mark_hiding(entry, read_only.builtin) for entry in stored},
             builtin=read_only.builtin,
@@ -150,7 +153,7 @@ class RuleRegistry:
             names = self._names
             holder = names.find(name)
             if holder is not None:
-                if holder.kind == rule_pb2.RULE_KIND_USER and _equal(holder.content, content):
+                if holder.kind == rule_pb2.RULE_KIND_USER and _equal(holder.full_content(), content):
                     return holder
                 raise _rule_exists(name, holder)
             row = RuleRow(
@@ -159,7 +162,7 @@ class RuleRegistry:
                 description,
                 time.time_ns() // 1000,
             )
-            entry = user_entry(row, content)
+            entry = user_entry(row, content, self._read_content)
             unreadable = self._unreadable.get(name)
             quota = contextlib.nullcontext() if unreadable else self._quota.reserved()
             with quota, self._bytes_quota.reserved(entry.size):
@@ -191,7 +194,7 @@ class RuleRegistry:
 
     def apply(self, names: Collection[str]) -> None:
         """Reads rules again that another server has created or deleted. Accesses the database."""
-        stored, unreadable = _read_rules(self._store, self._tenant, names)
+        stored, unreadable = self._read_rules(names)
         with self._changing:
             user = {name: entry for name, entry in self._names.user.items() if name not in names}
             self._unreadable = {name: row for name, row in self._unreadable.items() if name not in names} | unreadable
@@ -199,7 +202,7 @@ class RuleRegistry:
 
     def reload(self) -> None:
         """Reads all rules again. Accesses the database."""
-        stored, unreadable = _read_rules(self._store, self._tenant)
+        stored, unreadable = self._read_rules()
         with self._changing:
             self._unreadable = unreadable
             self._set_user({}, stored)
@@ -272,6 +275,17 @@ class RuleRegistry:
         self._names = names
         self._revision += 1
 
+    def _read_content(self, name: str, digest: str) -> RuleContent:
+        """Reads the content of a large rule from the store. Raises UNKNOWN_RULE if the rule was deleted meanwhile."""
+        for row in self._store.rules(self._tenant, [name]):
+            content = parse_content(row.name, row.definition)
+            if content.digest == digest:
+                return content
+        raise self.unknown(name)
+
+    def _read_rules(self, names: Collection[str] | None = None) -> _ReadRules:
+        return _read_rules(self._store.iterate_rules(self._tenant, names), self._tenant, self._read_content)
+
     def unknown(self, name: str, *, is_fresh: bool = True) -> GradruleError:
         """Returns UNKNOWN_RULE for a name, with similar names.
 
@@ -342,15 +356,16 @@ class _Unreadable:
     size: int
 
 
-def _read_rules(
-    store: Store, tenant: str, names: Collection[str] | None = None
-) -> tuple[list[RuleEntry], dict[str, _Unreadable]]:
-    """Returns the readable and the unreadable rules of a tenant, or those of `names`; logs the unreadable ones."""
+_ReadRules: TypeAlias = tuple[list[RuleEntry], dict[str, _Unreadable]]
+
+
+def _read_rules(rows: Iterable[RuleRow], tenant: str, read_large: ReadContent) -> _ReadRules:
+    """Returns the readable and the unreadable rules of a tenant's rows; logs the unreadable ones."""
     found: list[RuleEntry] = []
     unreadable: dict[str, _Unreadable] = {}
-    for row in store.rules(tenant, names):
+    for row in rows:
         try:
-            found.append(read_rule(row))
+            found.append(read_rule(row, read_large))
         except UnreadableRowError as cause:
             size = counted_size(row) if isinstance(row.definition, bytes) and isinstance(row.description, str) else 0
             unreadable[row.name] = _Unreadable(str(cause), size)

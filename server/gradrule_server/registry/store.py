@@ -123,11 +123,23 @@ class Store:
 
     def rules(self, tenant: str = DEFAULT_TENANT, names: Collection[str] | None = None) -> list[RuleRow]:
         """Returns the rules of a tenant, ordered by name: all, or those of `names` that exist."""
+        return list(self.iterate_rules(tenant, names))
+
+    def iterate_rules(self, tenant: str = DEFAULT_TENANT, names: Collection[str] | None = None) -> Iterator[RuleRow]:
+        """Yields what `rules` returns."""
         columns = (rules.c.name, rules.c.definition, rules.c.description, rules.c.create_time_us)
         query = select(*columns).where(rules.c.tenant == tenant).order_by(rules.c.name)
         if names is not None:
             query = query.where(rules.c.name.in_(names))
-        return [RuleRow(**row._mapping) for row in self._all_rows(query, _RULE_BYTES)]
+        with self._database.read() as connection:
+            # Only a server on a network needs time for the size.
+            total = query.with_only_columns(func.sum(_RULE_BYTES)).order_by(None)
+            total_size = connection.execute(total).scalar_one() if self.is_shared else 0
+            # Row by row: all rules together may be larger than the memory.
+            query = query.execution_options(stream_results=True, max_row_buffer=16) if self.is_shared else query
+            with self._database.time_for(connection, int(total_size or 0)), connection.execute(query) as found:
+                for row in found:
+                    yield RuleRow(**row._mapping)
 
     def add_rule(self, row: RuleRow, tenant: str = DEFAULT_TENANT, *, replaces: bool = False) -> None:
         """Adds a rule; its name must be unused. `replaces`: whether to remove a rule of this name first."""

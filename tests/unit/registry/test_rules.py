@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradrule.v1 import errors_pb2, rule_pb2
+from gradrule.v1 import errors_pb2, graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.backup import check
@@ -501,3 +502,49 @@ def test_page_of_large_rules_ends_early(store: Store) -> None:
     assert [len(page) for page in names_of(registry, USER, 1000)] == [4, 4, 1]
     everything = [name for page in names_of(registry, ANY, 1000) for name in page]
     assert everything == [name for page in names_of(registry, ANY, 1) for name in page]
+
+
+def graph_rule(size: int) -> rule_pb2.RuleDefinition:
+    """Returns a rule with a graph of about this many bytes, without parsing it."""
+    graph = graph_pb2.Graph()
+    dy = graph.node.add(name="dy", op="Placeholder")
+    dy.attr["dtype"].type = tensor_pb2.DT_FLOAT
+    dx = graph.node.add(name="dx", op="Identity", input=["dy"])
+    dx.attr["T"].type = tensor_pb2.DT_FLOAT
+    dx.attr["_note"].s = bytes(size)
+    definition = rule_pb2.RuleDefinition()
+    definition.graph.serialized = graph.SerializeToString()
+    return definition
+
+
+def test_large_rules_are_read_when_used_and_not_kept(open_store: Callable[[], Store]) -> None:
+    """32 rules of 900 KB take less memory than two of them, also while they are loaded after a restart."""
+    store = open_store()
+    registry = RuleRegistry(store, OPS)
+    definition = graph_rule(900_000)
+    tracemalloc.start()
+    try:
+        for index in range(32):
+            registry.create(f"Large{index}", definition, "", is_checked=True)
+        after_creating, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        again = RuleRegistry(store, OPS)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after_creating < 2 * 900_000
+    assert peak - after_creating < 4 * 900_000
+    for rules in (registry, again):
+        assert len(rules) == 32
+        found = rules.get("Large31")
+        assert found.digest == rules.create("Large31", definition, "").digest
+        assert rule_message(found).definition.graph.serialized == definition.graph.serialized
+
+
+def test_large_rule_that_was_deleted_meanwhile_is_unknown(registry: RuleRegistry) -> None:
+    entry = registry.create("Large", graph_rule(20_000), "", is_checked=True)
+    registry.delete("Large")
+    registry.create("Large", graph_rule(30_000), "", is_checked=True)
+    with pytest.raises(GradruleError) as caught:
+        rule_message(entry)
+    assert caught.value.reason == errors_pb2.ERROR_REASON_UNKNOWN_RULE
