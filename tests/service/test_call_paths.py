@@ -20,8 +20,7 @@ from tests.node_client import run_node
 from tests.service import loop_graphs
 from tests.service.answers import refused
 from tests.service.gateways import running_gateway
-from tests.service.servers import RunningServer, running_server
-from tests.service.test_operations import free_port
+from tests.service.servers import RunningServer, free_port, running_server
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
