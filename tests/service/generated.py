@@ -57,6 +57,8 @@ def cosine(op: Any, dy: Any) -> Any:
 
 def half_own(op: Any, dy: Any) -> Any:
     own = reference.own_gradient(op.type)(op, dy)
+    # Some gradients with one result return it in a list, such as that of Floor.
+    (own,) = own if isinstance(own, (list, tuple)) else (own,)
     return tf.zeros_like(op.inputs[0]) if own is None else _typed(op, 0.5) * own
 
 

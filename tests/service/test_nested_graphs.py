@@ -15,7 +15,7 @@ from tests.service.nested_cases import REGISTERED, REGISTERED_EXPRESSION, Case, 
 from tests.service.nested_graphs import graph_def
 
 CHUNK = 10
-QUICK = 100
+QUICK = 30
 """How many cases run here; tests/generated runs the others."""
 
 
