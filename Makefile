@@ -52,15 +52,17 @@ check: $(VENV)/.installed ## run the quick tests: units, contracts, rules; 2 min
 test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these and all tests with servers, including the Node client's; 15 minutes on two cores
 	$(PYTEST) $(ARGS)
 
+test-all: export GRADRULE_WHOLE_SAMPLES := 1
 test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these with larger samples, a sample of the battery, the tests of the benchmarks, and large models
-	GRADRULE_WHOLE_SAMPLES=1 $(PYTEST) tests --ignore=tests/bridges --ignore=tests/cluster $(ARGS)
+	$(PYTEST) tests --ignore=tests/bridges --ignore=tests/cluster $(ARGS)
 
 test-general: $(VENV)/.installed ## run the tests of calls with every fast path off (docs/guide/operating.md); ARGS selects other files
 	GRADRULE_DISABLED_FAST_PATHS=all $(PYTEST) $(or $(ARGS),tests/service)
 
+test-kernels: export GRADRULE_WHOLE_SAMPLES := 1
 test-kernels: $(VENV)/.installed ## run the tests of rules with kernels that processors without AVX-512 get, and without oneDNN's
-	GRADRULE_WHOLE_SAMPLES=1 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) tests/rules $(ARGS)
-	GRADRULE_WHOLE_SAMPLES=1 TF_ENABLE_ONEDNN_OPTS=0 $(PYTEST) tests/rules $(ARGS)
+	ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) tests/rules $(ARGS)
+	TF_ENABLE_ONEDNN_OPTS=0 $(PYTEST) tests/rules $(ARGS)
 
 test-models: $(VENV)/.installed ## compare whole models with local TensorFlow; writes docs/reference/model-comparison.md
 	$(VENV)/bin/python -m pytest tests/models --models-page docs/reference/model-comparison.md $(ARGS)

@@ -1,6 +1,6 @@
 """Random graphs and overrides against the interpreter, and whether the cases and the interpreter are worth it.
 
-tests/service runs the first `QUICK` cases, this file the others. `case(number)` is the same everywhere; a failure shows
+tests/service runs the first cases, this file the others. `case(number)` is the same everywhere; a failure shows
 the smallest request that still fails.
 """
 
@@ -21,11 +21,11 @@ from tests.generated.requests import Override, Request
 from tests.generated.resolution import Unclear
 from tests.generated.rules import RULES, Rule
 from tests.generated.shrinking import shrink
+from tests.service.test_generated_overrides import CASES as QUICK
 
 __all__ = ["registered"]
 
 CASES = 10_000
-QUICK = 300
 CHUNK = 100
 STUDIED = 1_000
 """How many cases the tests of the cases look at."""

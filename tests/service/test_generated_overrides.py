@@ -10,7 +10,7 @@ from tests.generated.comparing import compare_cases, registered
 
 __all__ = ["registered"]
 
-CASES, CHUNK = 300, 30
+CASES, CHUNK = 120, 30
 
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
