@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
@@ -77,6 +78,10 @@ class Backward:
         """Runs the backward part once; returns the tensors of `layout`."""
         return tf_private.call_with_captures(self.function, grad_ys, captures)
 
+    def run_dense(self, grad_ys: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs the backward part once; returns dense gradients by the xs that have one."""
+        return self._dense(self.run_once(grad_ys, self.captures))
+
     def run_stacked(
         self, count: tf.Tensor, row: Row, captures: Sequence[tf.Tensor], part: Part | None = None
     ) -> list[tf.Tensor]:
@@ -142,18 +147,12 @@ def stacked_vjp(
     return Derivatives(stacked_layout(backward.layout), backward.run_stacked(count, row, backward.captures))
 
 
-def jacobian(
-    request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool, mixes_samples: bool = False
-) -> Derivatives:
+def jacobian(request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool) -> Derivatives:
     """Builds for each y and x the Jacobian, of shape (y's shape, x's shape), from the rows of an identity matrix.
 
-    batched: axis 0 of all ys and xs counts examples that do not depend on one another; the shape is then (examples,
-    rest of y's shape, rest of x's shape). Raises INVALID_DERIVATIVE if a y is complex, or if a y and an x have
-    different numbers of examples.
-
-    mixes_samples: a rule may compute the gradient of an example from upstream gradients of others. The upstream
-    gradients are then those of one example at a time, so that the blocks are those of the whole Jacobian; only the
-    blocks are kept.
+    batched: axis 0 of all ys and xs counts examples; the shape is then (examples, rest of y's shape, rest of x's
+    shape), and the values are the blocks of the whole Jacobian in which both have the same example. Raises
+    INVALID_DERIVATIVE if a y is complex, or if a y and an x have different numbers of examples.
     """
     derivatives = Derivatives()
     for y in request.ys:
@@ -164,7 +163,7 @@ def jacobian(
                 f"imaginary parts",
                 field="ys",
             )
-        _add_jacobians(y, request, differentiation, derivatives, batched=batched, mixes_samples=mixes_samples)
+        _add_jacobians(y, request, differentiation, derivatives, batched=batched)
     return derivatives
 
 
@@ -175,7 +174,6 @@ def _add_jacobians(
     derivatives: Derivatives,
     *,
     batched: bool,
-    mixes_samples: bool,
 ) -> None:
     """Adds the Jacobians of one y."""
     if not y.is_differentiable:
@@ -188,51 +186,139 @@ def _add_jacobians(
         request.graph, [y], request.xs, [None], request.stop_gradients, unconnected_is_zero=False
     )
     backward = Backward(about_y, [0], differentiation)
+    connected = [x for x, (_, form) in zip(request.xs, backward.layout, strict=True) if WIDTHS[form]]
     shape = tf.shape(y.tensor)
-    by_example = batched and not mixes_samples
-    examples = shape[:1] if by_example else tf.zeros([0], tf.int32)
-    count = tf.reduce_prod(shape[1:] if by_example else shape)
+    count = tf.reduce_prod(shape[1 if batched else 0 :])
+    for x in connected if batched else ():
+        where = f"batched Jacobian of {y.name!r} by {x.name!r}: axis 0, which counts the examples of both,"
+        reason = errors_pb2.ERROR_REASON_INVALID_DERIVATIVE
+        count = require_same(count, tf.shape(x.tensor)[:1], shape[:1], reason, where)
     # Refused before it is computed: a Jacobian is often too large to send.
-    size = tf.add_n(
-        [
-            tf.size(x.tensor, out_type=tf.int64) * x.tensor.dtype.size
-            for x, (_, form) in zip(request.xs, backward.layout, strict=True)
-            if WIDTHS[form]
-        ]
-        or [tf.constant(0, tf.int64)]
-    )
-    blocks = batched and mixes_samples
-    rows = tf.reduce_prod(shape[1:]) if blocks else count
-    count = require_bytes(count, tf.cast(rows, tf.int64) * size, MAX_ANSWER_BYTES, f"the Jacobian of {y.name!r}")
-
-    def row(index: tf.Tensor) -> Sequence[tf.Tensor]:
-        unit = tf.one_hot(index, count, dtype=y.tensor.dtype)
-        unit = tf.reshape(tf.broadcast_to(unit, tf.concat([examples, [count]], 0)), shape)
-        unit.set_shape(y.tensor.shape)
-        return [unit]
-
-    def block(index: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-        example = index // tf.maximum(rows, 1)
-        # A sum over at most one example, since there may be none.
-        return tf.reduce_sum(gradient[example : example + 1], axis=0)
-
-    stacks = iter(backward.run_stacked(count, row, backward.captures, block if blocks else None))
+    sizes = [tf.size(x.tensor, out_type=tf.int64) * x.tensor.dtype.size for x in connected]
+    size = tf.cast(count, tf.int64) * tf.add_n(sizes or [tf.constant(0, tf.int64)])
+    count = require_bytes(count, size, MAX_ANSWER_BYTES, f"the Jacobian of {y.name!r}")
+    if batched:
+        found = iter(ExampleJacobians(backward, y.tensor, count).stacks())
+    else:
+        found = iter(backward.run_stacked(count, lambda index: [_unit(index, count, y.tensor)], backward.captures))
     for x, (_, form) in zip(request.xs, backward.layout, strict=True):
         names = (y.name, x.name)
         if WIDTHS[form]:
-            stack = next(stacks)
-            if batched:
-                where = f"batched Jacobian of {y.name!r} by {x.name!r}: axis 0, which counts the examples of both,"
-                got = tf.shape(x.tensor)[:1]
-                stack = require_same(stack, got, shape[:1], errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, where)
-            if by_example:
-                stack = tf.transpose(stack, tf.concat([[1, 0], tf.range(2, tf.rank(stack))], 0))
-            derivatives.add(names, DENSE, [tf.reshape(stack, _jacobian_shape(y, x, batched=batched))])
+            derivatives.add(names, DENSE, [tf.reshape(next(found), _jacobian_shape(y, x, batched=batched))])
         elif form == UNCONNECTED and request.unconnected_is_zero:
             zeros = tf.zeros(_jacobian_shape(y, x, batched=batched), x.tensor.dtype)
             derivatives.add(names, DENSE, [zeros])
         else:
             derivatives.add(names, form)
+
+
+def _unit(index: tf.Tensor, count: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """Returns an upstream gradient of a y with `count` elements that is 1 for one of them."""
+    unit = tf.reshape(tf.one_hot(index, count, dtype=y.dtype), tf.shape(y))
+    unit.set_shape(y.shape)
+    return unit
+
+
+class ExampleJacobians:
+    """Computes the Jacobian of each example, from upstream gradients for all examples together where that is right.
+
+    One run of the backward part for each element of an example of the y gives that row of all Jacobians, if the
+    gradient of an example depends on no other example. Two further runs check this: in the first, a random half of the
+    examples keeps the upstream gradient of a random row, and the other half gets another, random one; in the second,
+    the halves are exchanged. Independent examples have the gradients of their rows, whatever the rules are, also rules
+    that are not linear in dy. If one has not, each example is computed by itself, with upstream gradients that are
+    zero for all others.
+
+    A dependence between two examples is seen if they are in different halves. So it is certainly seen if each example
+    depends on all others, if there are two examples, or if all depend on one; a single pair among many examples that is
+    dependent is seen with probability 1/2 or more.
+
+    Args:
+        backward: The function from the upstream gradient of the y to the gradients by the xs.
+        y: The y.
+        count: Number of elements of an example of the y, int32.
+    """
+
+    def __init__(self, backward: Backward, y: tf.Tensor, count: tf.Tensor) -> None:
+        self._backward = backward
+        self._y = y
+        self._count = count
+        self._examples = tf.shape(y)[0]
+
+    def stacks(self) -> list[tf.Tensor]:
+        """Returns for each connected x a tensor of shape (examples, count, rest of x's shape)."""
+        backward, count = self._backward, self._count
+        stacks = backward.run_stacked(count, lambda row: [self._upstream(self._row(row))], backward.captures)
+        if not stacks:
+            return stacks
+        # A single example depends on no other one.
+        is_checked = tf.logical_and(self._examples > 1, count > 0)
+        is_right = tf.cond(is_checked, lambda: self._are_independent(stacks), lambda: tf.constant(True))
+
+        def together() -> list[tf.Tensor]:
+            return [tf.transpose(stack, tf.concat([[1, 0], tf.range(2, tf.rank(stack))], 0)) for stack in stacks]
+
+        chosen = tf.cond(is_right, together, self._one_by_one)
+        return list(chosen) if isinstance(chosen, list | tuple) else [chosen]
+
+    def _row(self, row: tf.Tensor) -> tf.Tensor:
+        return tf.one_hot(row, self._count, dtype=self._y.dtype)
+
+    def _upstream(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns the upstream gradient that has these rows, or this row for all examples."""
+        shape = tf.stack([self._examples, self._count])
+        upstream = tf.reshape(tf.broadcast_to(rows, shape), tf.shape(self._y))
+        upstream.set_shape(self._y.shape)
+        return upstream
+
+    def _one_by_one(self) -> list[tf.Tensor]:
+        """Computes rows of the whole Jacobian, and keeps the part of the example that they belong to."""
+        total = self._examples * self._count
+
+        def part(index: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+            example = index // tf.maximum(self._count, 1)
+            # A sum over at most one example, since there may be none.
+            return tf.reduce_sum(gradient[example : example + 1], axis=0)
+
+        stacks = self._backward.run_stacked(
+            total, lambda index: [_unit(index, total, self._y)], self._backward.captures, part
+        )
+        shape = [self._examples, self._count]
+        return [tf.reshape(stack, tf.concat([shape, tf.shape(stack)[1:]], 0)) for stack in stacks]
+
+    def _are_independent(self, stacks: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns whether no example depends on another one, as far as two runs with random halves show."""
+        half = tf.argsort(tf.random.uniform([self._examples])) < self._examples // 2
+        # One row for all examples, whose effects then add up. Each element differs from 0 and 1.
+        signs = tf.sign(tf.random.uniform([self._count], -1, 1))
+        other = tf.cast(tf.where(signs < 0, -1.0, 1.0) * tf.random.uniform([self._count], 2, 3), self._y.dtype)
+        found: list[tf.Tensor] = []
+        for kept in (half, tf.logical_not(half)):
+            # One run after the other, so that they do not need memory at the same time.
+            with tf.control_dependencies(found):
+                row = tf.random.uniform([], maxval=tf.maximum(self._count, 1), dtype=tf.int32)
+                upstream = self._upstream(tf.where(kept[:, tf.newaxis], self._row(row), other))
+            gradients = self._backward.run_dense([upstream])
+            found += [_are_equal(gradient, stack[row], kept) for gradient, stack in zip(gradients, stacks, strict=True)]
+        return tf.reduce_all(tf.stack(found))
+
+
+def _are_equal(found: tf.Tensor, wanted: tf.Tensor, compared: tf.Tensor) -> tf.Tensor:
+    """Returns whether the examples of `compared` (bool) are equal in two gradients. NaN equals NaN.
+
+    The two are results of the same operations on the same numbers, and equal on a CPU. Kernels of GPUs may add numbers
+    in another order, so a difference of four units in the last place of the example's largest gradient is allowed.
+    """
+    if found.dtype.is_complex:
+        found, wanted = (tf.stack([tf.math.real(value), tf.math.imag(value)], -1) for value in (found, wanted))
+    rest = tf.range(1, tf.rank(wanted))
+    largest = tf.reduce_max(tf.where(tf.math.is_finite(wanted), tf.abs(wanted), 0), rest, keepdims=True)
+    unit = ml_dtypes.finfo(found.dtype.as_numpy_dtype).eps  # type: ignore[no-untyped-call]
+    allowed = largest * tf.cast(4 * unit, found.dtype)
+    both_nan = tf.logical_and(tf.math.is_nan(found), tf.math.is_nan(wanted))
+    equal = tf.equal(found, wanted) | both_nan | (tf.abs(found - wanted) <= allowed)
+    ignored = tf.logical_not(tf.reshape(compared, tf.concat([tf.shape(compared), tf.ones_like(rest)], 0)))
+    return tf.reduce_all(tf.logical_or(equal, ignored))
 
 
 def _jacobian_shape(y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:

@@ -19,17 +19,10 @@ from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy.op_tables import ops_with
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
-from gradrule_server.rules.catalogue import BUILTINS
 
 _KEEPS_SHAPE = ops_with("keeps_shape")
 # An upstream gradient has the shape of its output: it was checked when it was made.
 _ONE_SHAPE = frozenset({"x0", "y0", "dy0", "default0"})
-
-
-def is_per_sample(content: RuleContent) -> bool:
-    """Returns whether the gradient of an example never depends on other examples; False if that is not known."""
-    known = BUILTINS[content.code].per_sample if content.code is not None else content.per_sample
-    return known is True
 
 
 class BoundRule:

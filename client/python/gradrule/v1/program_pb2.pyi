@@ -240,9 +240,9 @@ class Jacobian(google.protobuf.message.Message):
     unconnected_gradients: global___UnconnectedGradients.ValueType
     """Default: NONE."""
     batched: builtins.bool
-    """True: axis 0 of each y and x counts independent examples. The Jacobian then has the shape (examples, rest of y's shape, rest of
-    x's shape). Overrides need not be independent: with a rule whose `per_sample` is not true, the result is the same part of the
-    whole Jacobian, at the cost of the whole.
+    """True: axis 0 of each y and x counts examples. The Jacobian then has the shape (examples, rest of y's shape, rest of x's shape) and
+    is the part of the whole Jacobian in which y and x have the same example. Independent examples are computed together. Each call
+    checks with random upstream gradients whether they are independent; if not, the part costs as much as the whole Jacobian.
     """
     @property
     def ys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

@@ -290,8 +290,8 @@ class AsyncEvaluationMethods(AsyncClientBase):
             no_gradient: As in `evaluate`.
             rewrites: As in `evaluate`.
             params: As in `evaluate`.
-            batched: Axis 0 of each y and x counts examples that do not depend on each other, as in
-                `GradientTape.batch_jacobian`.
+            batched: Axis 0 of each y and x counts examples; return only the parts in which both have the same example,
+                as `GradientTape.batch_jacobian` does for independent examples. Others are computed right, but slowly.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
