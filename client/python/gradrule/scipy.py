@@ -187,9 +187,13 @@ class Objective(_Vectors):
         return float(np.reshape(y, ())), self._flat(gradients)
 
     def hessp(self, x: Any, p: Any) -> Vector:
-        """Returns the product of the Hessian at a vector with a vector `p`, float64."""
+        """Returns the product of the Hessian at a vector with a vector `p`, float64.
+
+        It is the derivative of the gradient that a call returns, so an override applies in the second
+        differentiation only if its order is `all`.
+        """
         feeds, vectors = self._feeds(x), self.unpack(p)
-        return self._flat(self._function.pull_back_again(feeds, [None], vectors))
+        return self._flat(self._function.pull_back_again(feeds, [None], vectors, every_order=False))
 
 
 class Residuals(_Vectors):

@@ -53,6 +53,7 @@ class DerivativeSpec:
             differentiable types.
         stacked: Whether grad_ys have one more dimension, along which they are stacked.
         dense: Whether gradients of gathers are whole tensors; if false, they are slices.
+        every_order: Whether the overrides of the graph's nodes apply to every differentiation, whatever their order.
     """
 
     kind: Kind.ValueType = Kind.DERIVATIVE_UNSPECIFIED
@@ -66,6 +67,7 @@ class DerivativeSpec:
     directions: frozenset[str] | None = None
     stacked: bool = False
     dense: bool = False
+    every_order: bool = False
 
     @property
     def second_order(self) -> bool:
@@ -113,6 +115,8 @@ class DerivativeSpec:
             "unconnected_gradients": self.unconnected_gradients,
             "stacked": self.stacked,
             "dense": self.dense,
+            # Digests of other programs stay as they are.
+            **({"every_order": True} if self.every_order else {}),
         }
 
 
@@ -141,6 +145,9 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
     if part == "jacobian" and spec.jacobian.batched:
         own = Kind.DERIVATIVE_BATCH_JACOBIAN
     kind = call.derivative or own
+    every_order = kind == Kind.DERIVATIVE_HVP_EVERY_ORDER
+    if every_order:
+        kind = Kind.DERIVATIVE_HVP
     derivative = DerivativeSpec(
         kind=kind,
         part=part,
@@ -157,6 +164,7 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
         directions=(getattr(call, _DIRECTION_FIELDS[kind]) or None) if kind in _DIRECTION_FIELDS else None,
         stacked=call.stacked_grad_ys,
         dense=part == "vjp" and requested.dense_gradients,
+        every_order=every_order,
     )
     # An empty vjp means a program without derivatives.
     if bool(derivative.ys) != bool(derivative.xs) or not (derivative.ys or part == "vjp"):

@@ -192,7 +192,7 @@ def _build_request(
                 op_type=mark.op_type,
                 is_step=mark.is_step,
                 subgraph_inputs=mark.inputs,
-                every_order=mark.every_order,
+                every_order=mark.every_order or derivative.every_order,
             )
             for mark in expanded.marks
         ],

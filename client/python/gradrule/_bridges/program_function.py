@@ -204,11 +204,18 @@ class ProgramFunction:
         found = self.program.jacobian(feeds, params=self._params, timeout=self._timeout)
         return [{name: found[y][x] for x, name in zip(self._x_names, self.xs, strict=True)} for y in self._y_names]
 
-    def pull_back_again(self, feeds: Values, grad_ys: Sequence[Any], vectors: Values) -> Arrays:
-        """Returns the gradient by each x of the sum of `pull_back(feeds, grad_ys)` times `vectors`, by input."""
+    def pull_back_again(
+        self, feeds: Values, grad_ys: Sequence[Any], vectors: Values, *, every_order: bool = True
+    ) -> Arrays:
+        """Returns the gradient by each x of the sum of `pull_back(feeds, grad_ys)` times `vectors`, by input.
+
+        every_order: As in `Program.hvp`. Custom gradients of the frameworks apply to every differentiation.
+        """
         named: dict[Any, Any] = {self._x_of(name): vector for name, vector in vectors.items()}
         upstream = self._upstream(grad_ys)
-        products = self.program.hvp(feeds, named, grad_ys=upstream, params=self._params, timeout=self._timeout)
+        products = self.program.hvp(
+            feeds, named, grad_ys=upstream, params=self._params, every_order=every_order, timeout=self._timeout
+        )
         return self._dense(products, feeds)
 
     def _tensor(self, name: str) -> str:

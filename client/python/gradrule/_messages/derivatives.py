@@ -104,9 +104,12 @@ def program_hvp(
     grad_ys: GradYs | None,
     params: CallParams | None,
     groups: Groups,
+    *,
+    every_order: bool,
 ) -> Call[Products]:
     """Returns the call for Hessian-vector products of a program's ys and xs."""
-    request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
+    kind = evaluate_pb2.DERIVATIVE_HVP_EVERY_ORDER if every_order else evaluate_pb2.DERIVATIVE_HVP
+    request = _program_request(program, feeds, params, kind)
     type_of = types_of_specs([*program.xs, *program.ys])
     _add_directions(request, vectors, type_of, "vectors", program)
     for y, value in program_grad_ys(grad_ys, program).items():

@@ -185,7 +185,10 @@ class PartCalls:
             fed = {**feeds, **{_upstream_name(name): value for name, value in upstream.items()}}
             options = self._options
             found = self._call(
-                "second", lambda program: program.hvp(fed, vectors, params=options.params, timeout=options.timeout)
+                "second",
+                lambda program: program.hvp(
+                    fed, vectors, params=options.params, every_order=True, timeout=options.timeout
+                ),
             )
             return self._by_slot(found, [*self.xs, *(_upstream_slot(slot) for slot in self.ys)])
 

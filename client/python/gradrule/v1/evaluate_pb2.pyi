@@ -43,6 +43,11 @@ class _DerivativeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """One Jacobian per example, see Jacobian.batched."""
     DERIVATIVE_HVP: _Derivative.ValueType  # 5
     """Hessian-vector product, see Hvp."""
+    DERIVATIVE_HVP_EVERY_ORDER: _Derivative.ValueType  # 6
+    """Hessian-vector product in which the overrides of the graph's nodes apply to both differentiations, whatever their order. So a rule
+    acts like a custom gradient of PyTorch, JAX or TensorFlow. Nodes that gradients create get no rule unless the override's order is
+    ALL.
+    """
 
 class Derivative(_Derivative, metaclass=_DerivativeEnumTypeWrapper):
     """Kind of derivative to compute for a program's ys and xs."""
@@ -59,6 +64,11 @@ DERIVATIVE_BATCH_JACOBIAN: Derivative.ValueType  # 4
 """One Jacobian per example, see Jacobian.batched."""
 DERIVATIVE_HVP: Derivative.ValueType  # 5
 """Hessian-vector product, see Hvp."""
+DERIVATIVE_HVP_EVERY_ORDER: Derivative.ValueType  # 6
+"""Hessian-vector product in which the overrides of the graph's nodes apply to both differentiations, whatever their order. So a rule
+acts like a custom gradient of PyTorch, JAX or TensorFlow. Nodes that gradients create get no rule unless the override's order is
+ALL.
+"""
 global___Derivative = Derivative
 
 @typing.final

@@ -373,6 +373,7 @@ class AsyncProgram(ProgramBase):
         *,
         grad_ys: GradYs | None = None,
         params: CallParams | None = None,
+        every_order: bool = False,
         timeout: float | None = None,
     ) -> derivatives.Products:
         """Computes Hessian-vector products of the program's ys and xs. Compiled at its first use.
@@ -382,6 +383,8 @@ class AsyncProgram(ProgramBase):
             vectors: As in `AsyncClient.hvp`.
             grad_ys: As in `evaluate`.
             params: As in `evaluate`.
+            every_order: Apply the overrides of the graph's nodes to both differentiations, whatever their order, as
+                custom gradients of PyTorch, JAX and TensorFlow do.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
@@ -390,7 +393,9 @@ class AsyncProgram(ProgramBase):
         Raises:
             GradruleError: As in `AsyncClient.hvp`.
         """
-        call = derivatives.program_hvp(self._message, feeds, vectors, grad_ys, params, self._groups)
+        call = derivatives.program_hvp(
+            self._message, feeds, vectors, grad_ys, params, self._groups, every_order=every_order
+        )
         return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def delete(self, *, timeout: float | None = None) -> None:

@@ -372,6 +372,7 @@ class Program(ProgramBase):
         *,
         grad_ys: GradYs | None = None,
         params: CallParams | None = None,
+        every_order: bool = False,
         timeout: float | None = None,
     ) -> derivatives.Products:
         """Computes Hessian-vector products of the program's ys and xs. Compiled at its first use.
@@ -381,6 +382,8 @@ class Program(ProgramBase):
             vectors: As in `Client.hvp`.
             grad_ys: As in `evaluate`.
             params: As in `evaluate`.
+            every_order: Apply the overrides of the graph's nodes to both differentiations, whatever their order, as
+                custom gradients of PyTorch, JAX and TensorFlow do.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
@@ -389,7 +392,9 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.hvp`.
         """
-        call = derivatives.program_hvp(self._message, feeds, vectors, grad_ys, params, self._groups)
+        call = derivatives.program_hvp(
+            self._message, feeds, vectors, grad_ys, params, self._groups, every_order=every_order
+        )
         return self._client._run(self._client._transfer.applied(call), timeout)
 
     def delete(self, *, timeout: float | None = None) -> None:
