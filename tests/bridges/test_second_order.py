@@ -40,7 +40,7 @@ def program(client: Any, request: pytest.FixtureRequest) -> Any:
     return client.compile(g, fetches=["y"], ys=["y"], xs=["x", "w"], overrides=[override])
 
 
-class Sign(torch.autograd.Function):
+class Sign(torch.autograd.Function):  # type: ignore[misc]
     """The sign with the gradient of RULE."""
 
     @staticmethod
@@ -77,7 +77,7 @@ def test_torch_equals_its_own_function_and_the_local_surrogate(program: Any) -> 
 
 
 def test_tensorflow_equals_its_custom_gradient(program: Any) -> None:
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @tf.custom_gradient
     def sign(x: tf.Tensor) -> Any:
         return tf.sign(x), lambda dy: dy / (1 + tf.abs(x)) ** 2
 

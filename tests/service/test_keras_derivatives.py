@@ -259,7 +259,10 @@ def test_jacobian_vector_products_equal_those_of_the_local_layer(client: Any) ->
 
 
 def test_overrides_apply_to_the_part_only_in_second_derivatives(client: Any) -> None:
-    """The server multiplies the outputs by their upstream gradients; a rule for Mul must not apply to that."""
+    """The server multiplies the outputs by their upstream gradients; a rule for Mul must not apply to that.
+
+    Nor may it apply to products in the rule itself. In the part, it applies to both differentiations.
+    """
     part, x = layers.Lambda(lambda x: x * x * x), tf.constant(X)
     remote = gr.keras.RemoteLayer(part, client, overrides={"Mul": "(2 * dy * x1, 2 * dy * x)"})
     with tf.GradientTape() as outer:
@@ -268,9 +271,21 @@ def test_overrides_apply_to_the_part_only_in_second_derivatives(client: Any) -> 
             inner.watch(x)
             y = remote(x)
         slope = inner.gradient(y, x)
-    # (x * x) * x: each factor of x in a product counts twice: 2 x² + 2 (2 · 2 x²) = 10 x².
-    np.testing.assert_allclose(slope, 10 * X**2, **CLOSE)
-    np.testing.assert_allclose(outer.gradient(slope, x), 20 * X, **CLOSE)
+
+    @tf.custom_gradient
+    def mul(a: tf.Tensor, b: tf.Tensor) -> Any:
+        return a * b, lambda dy: (2 * dy * b, 2 * dy * a)
+
+    with tf.GradientTape() as outer_local:
+        outer_local.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            y = mul(mul(x, x), x)
+        local = inner.gradient(y, x)
+    # Each factor of x in a product counts twice: 2 x² + 2 (2 · 2 x²) = 10 x².
+    np.testing.assert_allclose(local, 10 * X**2, **CLOSE)
+    np.testing.assert_allclose(slope, local, **CLOSE)
+    np.testing.assert_allclose(outer.gradient(slope, x), outer_local.gradient(local, x), **CLOSE)
 
 
 class WithPenalty(keras.Model):  # type: ignore[misc]
