@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
@@ -18,8 +19,10 @@ from starlette.staticfiles import StaticFiles
 
 from gradrule.v1 import blob_pb2
 from gradrule_gateway import conversion, graphs, json_text
-from gradrule_gateway.budget import Share
-from gradrule_gateway.converters import MAX_INLINE, Converters
+from gradrule_gateway.budget import Budget, Share
+from gradrule_gateway.callers import Callers
+from gradrule_gateway.connections import Connections
+from gradrule_gateway.converters import Converters
 from gradrule_gateway.deadlines import Deadline, deadline_of
 from gradrule_gateway.guard import Guard, Limits
 from gradrule_gateway.problems import Problem, malformed
@@ -36,15 +39,24 @@ _NO_CONSOLE = (
 )
 
 
-def create_app(upstream: Upstream, converters: Converters, limits: Limits, *, insecure_tokens: bool = False) -> Guard:
+def create_app(
+    upstream: Upstream,
+    converters: Converters,
+    limits: Limits,
+    connections: Connections,
+    *,
+    insecure_tokens: bool = False,
+) -> Guard:
     """Returns the application.
 
     Args:
         upstream: The connection to the server.
         converters: What converts bodies.
         limits: Limits on requests, and hosts and origins that may send them.
+        connections: The open connections, for metrics.
         insecure_tokens: Send tokens unencrypted to a server on another machine.
     """
+    budget = Budget(limits.max_requests, limits.max_bytes_in_flight)
     gateway = Gateway(upstream, converters, insecure_tokens=insecure_tokens)
     paths: dict[str, dict[str, Route]] = {}
     for route in ROUTES:
@@ -56,6 +68,7 @@ def create_app(upstream: Upstream, converters: Converters, limits: Limits, *, in
     routes += [
         StarletteRoute("/healthz", _health),
         StarletteRoute("/v1/health", gateway.server_health),
+        StarletteRoute("/metrics", partial(gateway.metrics, lambda: _figures(connections, budget, converters))),
         StarletteRoute("/openapi.json", _openapi),
         StarletteRoute("/console/graph", gateway.read_graph, methods=["POST"]),
         StarletteRoute("/console/picture", gateway.draw_graph, methods=["POST"]),
@@ -64,7 +77,7 @@ def create_app(upstream: Upstream, converters: Converters, limits: Limits, *, in
     # The default, not a route: a route for all paths would hide that a path has no such method.
     has_console = (console / "index.html").is_file()
     others: Any = ConsoleFiles(directory=console, html=True) if has_console else _no_console
-    return Guard(Router(routes, redirect_slashes=False, default=others), limits)
+    return Guard(Router(routes, redirect_slashes=False, default=others), limits, budget)
 
 
 class ConsoleFiles(StaticFiles):
@@ -88,8 +101,10 @@ class Gateway:
 
     def __init__(self, upstream: Upstream, converters: Converters, *, insecure_tokens: bool) -> None:
         self._upstream = upstream
+        self._callers = Callers(upstream)
         self._types = ProgramTypes(upstream)
         self._converters = converters
+        self._health: asyncio.Future[bool] | None = None
         self._may_send_tokens = upstream.may_send_tokens or insecure_tokens
 
     async def call(self, route: Route, request: Request) -> Response:
@@ -99,39 +114,56 @@ class Gateway:
         metadata = self._metadata(request)
         share: Share = request.state.share
         async with deadline.enforced():
+            await self._identify(request, metadata, deadline)
             if route.body == "bytes":
                 answer, request_id = await self._upload(route, request, metadata, deadline)
             elif route.body == "json":
                 if query:
                     raise malformed("a request with a body has no query parameters except format", query[0][0])
-                body = await self._body(request, metadata, deadline)
+                _check_content_type(request)
+                body = await request.body()
+                share.start()
                 run_json = self._call_json(route, body, metadata, deadline, share)
                 answer, request_id = await _unless_disconnected(request, run_json)
             else:
                 message = conversion.decode_parameters(route, request.path_params, query)
+                share.start()
                 run = self._upstream.unary(
                     route.grpc_path, message.SerializeToString(), metadata, deadline.remaining_s()
                 )
                 answer, request_id = await _unless_disconnected(request, run)
             share.take(len(answer))
-            text = await _unless_disconnected(request, self._converters.encode(route, answer, form))
+            text = await _unless_disconnected(request, self._converters.encode(share.caller, route, answer, form))
             share.give(len(answer))
         return _json(share, text, {"x-request-id": request_id} if request_id else {})
 
     async def server_health(self, request: Request) -> Response:
         """Answers whether an engine of the server is ready."""
-        serving = await self._upstream.is_serving(_HEALTH_TIMEOUT_S)
+        if self._health is None or self._health.done():
+            # All who ask at the same time get one answer.
+            self._health = asyncio.ensure_future(self._upstream.is_serving(_HEALTH_TIMEOUT_S))
+        serving = await asyncio.shield(self._health)
         body = json_text.dump({"status": "SERVING" if serving else "NOT_SERVING"})
         return Response(body, 200 if serving else 503, media_type="application/json")
 
+    async def metrics(self, figures: Callable[[], Mapping[str, int]], request: Request) -> Response:
+        """Answers with metrics in Prometheus' text format. Raises `Problem`."""
+        deadline = Deadline(time.monotonic() + _HEALTH_TIMEOUT_S)
+        async with deadline.enforced():
+            await self._identify(request, self._metadata(request), deadline)
+        return PlainTextResponse("".join(f"gradrule_gateway_{name} {value}\n" for name, value in figures().items()))
+
     async def read_graph(self, request: Request) -> Response:
         """Stores a graph for the console and describes it. Raises `Problem`."""
+        deadline = deadline_of(request.headers, graphs.COMPILE)
         metadata = self._metadata(request)
         share: Share = request.state.share
-        async with deadline_of(request.headers, graphs.COMPILE).enforced():
-            await graphs.check_upload(self._upstream, request, metadata)
+        async with deadline.enforced():
+            graphs.check_content_type(request)
+            await self._identify(request, metadata, deadline)
             body = await request.body()
-            run = graphs.store_uploaded(self._upstream, self._converters, body, metadata)
+            share.start()
+            run = graphs.store_uploaded(self._upstream, self._converters, share.caller, body, metadata)
             return _json(share, await _unless_disconnected(request, run))
 
     async def draw_graph(self, request: Request) -> Response:
@@ -140,27 +172,29 @@ class Gateway:
         metadata = self._metadata(request)
         share: Share = request.state.share
         async with deadline.enforced():
-            given = await self._body(request, metadata, deadline)
-            reading = self._converters.run(graphs.decode_request, given)
+            _check_content_type(request)
+            await self._identify(request, metadata, deadline)
+            given = await request.body()
+            share.start()
+            reading = self._converters.run(share.caller, graphs.decode_request, given)
             body, structure = await _unless_disconnected(request, reading)
             run = self._call_json(graphs.COMPILE, body, metadata, deadline, share)
             answer, _ = await _unless_disconnected(request, run)
-            text = await _unless_disconnected(request, self._converters.run(graphs.draw, answer, structure))
+            text = await _unless_disconnected(
+                request, self._converters.run(share.caller, graphs.draw, answer, structure)
+            )
         return _json(share, text)
 
-    async def _body(self, request: Request, metadata: Metadata, deadline: Deadline) -> bytes:
-        """Returns a body in JSON. Raises `Problem`."""
-        _check_content_type(request)
-        length = request.headers.get("content-length")
-        if length is None or int(length) > MAX_INLINE:
-            # Without a valid credential, nobody can make the gateway keep and convert large bodies.
-            await self._upstream.check_credential(metadata, deadline.remaining_s())
-        return await request.body()
+    async def _identify(self, request: Request, metadata: Metadata, deadline: Deadline) -> None:
+        """Finds the caller before the body is awaited. Raises `Problem` if the server does not accept the caller."""
+        host = request.client.host if request.client else ""
+        share: Share = request.state.share
+        share.caller = await self._callers.find(metadata, host, deadline.remaining_s())
 
     async def _call_json(
         self, route: Route, body: bytes, metadata: Metadata, deadline: Deadline, share: Share
     ) -> tuple[bytes, str]:
-        decoded = await self._converters.decode(route, body)
+        decoded = await self._converters.decode(share.caller, route, body)
         message, kept, key = decoded.message, False, b""
         if route.rpc == "GradientService/Evaluate" and deadline.is_default and not message.HasField("run_timeout"):
             # As the clients do: only compiling may use the longer deadline.
@@ -171,7 +205,7 @@ class Gateway:
         size = 0
         try:
             if decoded.open:
-                await self._converters.close_types(decoded, types)
+                await self._converters.close_types(share.caller, route, decoded, types)
             size = message.ByteSize()
             share.take(size)
             return await self._upstream.unary(
@@ -268,6 +302,17 @@ def _check_content_type(request: Request) -> None:
             code="INVALID_ARGUMENT",
             status=415,
         )
+
+
+def _figures(connections: Connections, budget: Budget, converters: Converters) -> dict[str, int]:
+    """Returns metrics of the gateway by name."""
+    found = {
+        "connections": len(connections.open),
+        "requests_in_flight": budget.requests,
+        "bytes_in_flight": budget.used,
+        "conversions_waiting": converters.slots.waiting,
+    }
+    return found | {f'connections_closed_total{{limit="{name}"}}': count for name, count in connections.closed.items()}
 
 
 async def _health(request: Request) -> Response:

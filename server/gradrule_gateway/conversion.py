@@ -14,7 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from gradrule.v1 import admin_pb2, blob_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule.v1.tensor_pb2 import Dt
-from gradrule_gateway import decoding, encoding, json_text
+from gradrule_gateway import decoding, encoding, json_text, tensors
 from gradrule_gateway.decoding import OpenTensor
 from gradrule_gateway.encoding import Format
 from gradrule_gateway.problems import Problem, malformed
@@ -31,18 +31,23 @@ Types = Mapping[str, Mapping[str, int]]
 """Element types of a program's tensors, by name, for each of `inputs`, `ys` and `xs`."""
 
 
+Places = list[tuple[str, int, str]]
+"""Tensors of a request: field, index in it, and path."""
+
+
 @dataclass(slots=True)
 class DecodedRequest:
-    """A request message, and its tensors whose element types the program tells."""
+    """A request message, and the places of its tensors whose element types the program tells."""
 
     message: Any
-    open: list[OpenTensor] = field(default_factory=list)
+    open: Places = field(default_factory=list)
 
     def close(self, types: Types) -> None:
         """Sets the types of the open tensors. Raises `Problem`."""
-        for tensor in self.open:
-            of_field = types.get(_TENSORS_OF_FIELD[tensor.field], {})
-            decoding.close(tensor, of_field.get(tensor.name.removesuffix(":0")))
+        for field_name, index, path in self.open:
+            named = getattr(self.message, field_name)[index]
+            number = types.get(_TENSORS_OF_FIELD[field_name], {}).get(named.name.removesuffix(":0"))
+            tensors.set_dtype(named.value.inline_tensor, number, path)
         self.open = []
 
 
@@ -69,44 +74,43 @@ def decode_body(route: Route, body: bytes) -> DecodedRequest:
     found = decoding.decode(message, value)
     is_call = isinstance(message, evaluate_pb2.EvaluateRequest)
     is_sample = isinstance(message, rule_pb2.SampleRuleRequest)
-    waiting = []
+    # By identity: messages with equal contents are different tensors.
+    waiting: dict[int, OpenTensor] = {}
     for tensor in found:
         if is_call and tensor.field in _TENSORS_OF_FIELD:
-            waiting.append(tensor)
+            waiting[id(tensor.tensor)] = tensor
         else:
             # Rules compute with floats, and many languages write 1.0 as 1.
             is_float = is_sample and tensor.field == "values" and tensor.tensor.dtype in _INTEGERS
-            decoding.close(tensor, Dt.DT_FLOAT if is_float else None)
-    return DecodedRequest(message, waiting)
-
-
-Places = list[tuple[str, int, str]]
-"""Open tensors of a request: field, index in it, and path."""
+            tensors.set_dtype(tensor.tensor, Dt.DT_FLOAT if is_float else None, tensor.path)
+    places = [
+        (field_name, index, waiting[id(named.value.inline_tensor)].path)
+        for field_name in dict.fromkeys(tensor.field for tensor in waiting.values())
+        for index, named in enumerate(getattr(message, field_name))
+        if id(named.value.inline_tensor) in waiting
+    ]
+    return DecodedRequest(message, places)
 
 
 def decode_to_bytes(route: Route, body: bytes) -> tuple[bytes, Places]:
     """Returns what `decode_body` returns in a form that processes can exchange. Raises `Problem`."""
     decoded = decode_body(route, body)
-    # By identity: messages with equal contents are different tensors.
-    paths = {id(entry.tensor): entry.path for entry in decoded.open}
-    places = [
-        (field_name, index, paths[id(named.value.inline_tensor)])
-        for field_name in dict.fromkeys(entry.field for entry in decoded.open)
-        for index, named in enumerate(getattr(decoded.message, field_name))
-        if id(named.value.inline_tensor) in paths
-    ]
-    return decoded.message.SerializeToString(), places
+    return decoded.message.SerializeToString(), decoded.open
 
 
 def decoded_from_bytes(route: Route, message: bytes, places: Places) -> DecodedRequest:
     """Returns the request that `decode_to_bytes` made bytes of."""
     request = new_request(route)
     request.ParseFromString(message)
-    found = []
-    for field_name, index, path in places:
-        named = getattr(request, field_name)[index]
-        found.append(OpenTensor(named.value.inline_tensor, path, field_name, named.name))
-    return DecodedRequest(request, found)
+    return DecodedRequest(request, places)
+
+
+def close_bytes(route: Route, message: bytes, places: Places, types: Types) -> bytes:
+    """Returns a request with the types of its open tensors set. Raises `Problem`."""
+    decoded = decoded_from_bytes(route, message, places)
+    decoded.close(types)
+    found: bytes = decoded.message.SerializeToString()
+    return found
 
 
 def decode_parameters(route: Route, path: Mapping[str, str], query: Iterable[tuple[str, str]]) -> Message:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradrule_gateway import conversion
+from gradrule_gateway.budget import FairSlots
 from gradrule_gateway.conversion import DecodedRequest, Types
 from gradrule_gateway.encoding import Format
 from gradrule_gateway.problems import Problem
@@ -28,9 +29,14 @@ from gradrule_gateway.routes import Route
 
 _R = TypeVar("_R")
 MAX_INLINE = 64 << 10
-"""Longest body that is converted in the event loop: 1 ms for a list of numbers, 70 ms for thousands of tiny tensors."""
-_MAX_INLINE_ANSWER = 256 << 10
-_PROCESSES = min(4, os.cpu_count() or 1)
+"""Longest body that is converted in the event loop, and longest graph that is read in a thread."""
+_MAX_INLINE_QUOTES = 1000
+_MAX_INLINE_ANSWER = 64 << 10
+_MAX_INLINE_TENSORS = 100
+# One caller may use half of them.
+_PROCESSES = max(4, min(8, os.cpu_count() or 1))
+# A conversion takes a few seconds at most, whatever deadline the client sets.
+_MAX_S = 30.0
 _PARENT_CHECK_S = 1.0
 # A process that has converted a large body seldom gives its memory back to the system.
 _MAX_KEPT_BYTES = 256 << 20
@@ -40,57 +46,71 @@ class Converters:
     """Converts requests and answers. The processes start when they are first needed."""
 
     def __init__(self) -> None:
-        self._free = asyncio.Semaphore(_PROCESSES)
+        self.slots = FairSlots(_PROCESSES)
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
 
-    async def decode(self, route: Route, body: bytes) -> DecodedRequest:
+    async def decode(self, caller: str, route: Route, body: bytes) -> DecodedRequest:
         """Returns the request in a body. Raises `Problem`."""
-        if len(body) <= MAX_INLINE:
+        # Numbers are cheap: 64 KiB of them take 1 ms. Names and strings, which have quotes, take up to 15 µs each.
+        if len(body) <= MAX_INLINE and body.count(b'"') <= _MAX_INLINE_QUOTES:
             return conversion.decode_body(route, body)
-        message, places = await self._in_process(conversion.decode_to_bytes, route, body)
-        return await asyncio.to_thread(conversion.decoded_from_bytes, route, message, places)
+        message, places = await self._in_process(caller, conversion.decode_to_bytes, route, body)
+        return conversion.decoded_from_bytes(route, message, places)
 
-    async def close_types(self, request: DecodedRequest, types: Types) -> None:
+    async def close_types(self, caller: str, route: Route, request: DecodedRequest, types: Types) -> None:
         """Sets the element types of a request's open tensors. Raises `Problem`."""
-        size: int = request.message.ByteSize()
-        if size <= MAX_INLINE:
-            request.close(types)
-        else:
+        if len(request.open) > _MAX_INLINE_TENSORS:
+            given = request.message.SerializeToString()
+            closed = await self._in_process(caller, conversion.close_bytes, route, given, request.open, types)
+            request.message.ParseFromString(closed)
+        elif request.message.ByteSize() > MAX_INLINE:
             # NumPy releases Python's lock.
-            await asyncio.to_thread(request.close, types)
+            await self._in_thread(caller, request.close, types)
+        else:
+            request.close(types)
 
-    async def encode(self, route: Route, answer: bytes, form: Format) -> bytes:
+    async def encode(self, caller: str, route: Route, answer: bytes, form: Format) -> bytes:
         """Returns a response as JSON text. Raises `Problem`."""
         if len(answer) <= _MAX_INLINE_ANSWER:
             return conversion.encode_answer(route, answer, form)
-        return await self._in_process(conversion.encode_answer, route, answer, form)
+        return await self._in_process(caller, conversion.encode_answer, route, answer, form)
 
-    async def run(self, function: Callable[..., _R], *arguments: Any) -> _R:
+    async def run(self, caller: str, function: Callable[..., _R], *arguments: Any) -> _R:
         """Returns the result of a function that reads a graph: in a thread if its bytes are few. Raises `Problem`."""
         if all(len(each) <= MAX_INLINE for each in arguments):
-            return await asyncio.to_thread(function, *arguments)
-        return await self._in_process(function, *arguments)
+            return await self._in_thread(caller, function, *arguments)
+        return await self._in_process(caller, function, *arguments)
 
     def stop(self) -> None:
         """Ends the processes, also those that convert."""
         for worker in (*self._idle, *self._busy):
             worker.kill()
 
-    async def _in_process(self, function: Callable[..., _R], *arguments: Any) -> _R:
-        async with self._free:
+    async def _in_thread(self, caller: str, function: Callable[..., _R], *arguments: Any) -> _R:
+        async with self.slots.slot(caller):
+            return await asyncio.to_thread(function, *arguments)
+
+    async def _in_process(self, caller: str, function: Callable[..., _R], *arguments: Any) -> _R:
+        async with self.slots.slot(caller):
             worker = self._idle.pop() if self._idle else _Worker()
             self._busy.add(worker)
+            if not self._idle and len(self._busy) < _PROCESSES:
+                # The next request need not wait for the start of a process.
+                self._idle.append(_Worker())
             is_usable = True
             try:
                 await worker.started()
                 is_usable = False
-                result = await worker.run(function, *arguments)
+                async with asyncio.timeout(_MAX_S):
+                    result = await worker.run(function, *arguments)
                 is_usable = True
                 return result
             except Problem:
                 is_usable = True
                 raise
+            except TimeoutError:
+                raise Problem("DEADLINE_EXCEEDED", f"converting the body takes longer than {_MAX_S:g} s") from None
             except BrokenProcessPool:
                 is_usable = False
                 raise Problem("INTERNAL", "a process that converted the body ended, perhaps without memory") from None

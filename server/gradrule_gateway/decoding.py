@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -56,7 +57,7 @@ class OpenTensor:
 
 
 def decode(message: Message, value: Any) -> list[OpenTensor]:
-    """Fills an empty message from JSON. Returns its tensors without an element type; `close` sets their types.
+    """Fills an empty message from JSON. Returns its tensors without an element type; `tensors.set_dtype` sets it.
 
     Raises:
         Problem: The value does not follow the mapping; `violations` has the path of the field.
@@ -95,11 +96,6 @@ def decode_fields(message: Message, texts: Iterable[tuple[str, str]]) -> None:
             # As in protobuf's mapping, a number may stand for the name, also one that this version does not know.
             value = tensors.parse_integer(text)
         setattr(message, field.name, reader.scalar(field, value, key))
-
-
-def close(tensor: OpenTensor, number: int | None) -> None:
-    """Sets the element type (`Dt`) of a tensor; None: float32, int32, bool or string. Raises `Problem`."""
-    tensors.set_dtype(tensor.tensor, number, tensor.path)
 
 
 @cache
@@ -216,6 +212,10 @@ class _Reader:
             return
         if not isinstance(value, list):
             raise malformed(f"expected a list, not {kind_of(value)}", path)
+        plain = _plain(field, value) if field.message_type is None else None
+        if plain is not None:
+            target.extend(plain)
+            return
         for index, item in enumerate(value):
             where = f"{path}[{index}]"
             if item is None and kind != "TensorShape":
@@ -317,6 +317,31 @@ def _null_has_a_meaning(field: FieldDescriptor) -> bool:
         and field.containing_oneof is None
         and not field.is_repeated
     )
+
+
+def _plain(field: FieldDescriptor, values: list[Any]) -> list[Any] | None:
+    """Returns the elements of a list for a field; None if one of them needs the checks of `_Reader.scalar`.
+
+    Has no loop in Python: lists of tensors' elements are long.
+    """
+    types = set(map(type, values))
+    kind = field.cpp_type
+    is_plain = False
+    if field.enum_type is not None or not values:
+        return None
+    if kind in _INTEGERS:
+        if types == {str} and all(map(tensors.INTEGER.fullmatch, values)):
+            values, types = list(map(int, values)), {int}
+        low, high = _INTEGERS[kind]
+        is_plain = types == {int} and low <= min(values) and max(values) <= high
+    elif kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+        largest = _MAX_FLOAT32 if kind == FieldDescriptor.CPPTYPE_FLOAT else sys.float_info.max
+        is_plain = types <= {int, float} and -largest < min(values) and max(values) < largest
+    elif kind == FieldDescriptor.CPPTYPE_BOOL:
+        is_plain = types == {bool}
+    elif field.type == FieldDescriptor.TYPE_STRING:
+        is_plain = types == {str} and "".join(values).isascii()
+    return values if is_plain else None
 
 
 def _integer(value: Any, low: int, high: int, path: str) -> int:

@@ -1,7 +1,6 @@
 """Serves the console's page of graphs: reads an uploaded graph, and draws an explained one.
 
-These routes are no RPCs and not part of the API. What they return about a graph is computed as in the client. The
-server checks the caller's credentials before the gateway receives an uploaded graph.
+These routes are no RPCs and not part of the API. What they return about a graph is computed as in the client.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ _UNPACKING = 10
 _BRACKETS = (b"{", b"[", b"<")
 # In JSON and text, each object has a bracket, and takes about 300 bytes when parsed; a string takes half of that.
 _MAX_PARTS = 3_000_000
-_EMPTY_DIGEST = hashlib.sha256().hexdigest()
 _NOT_OUTPUTS = {"NoOp", "Const", "Assert"}
 _ROUTES: dict[str, Route] = {route.rpc: route for route in ROUTES}
 COMPILE = _ROUTES["ProgramService/CompileProgram"]
@@ -48,24 +46,22 @@ _FIND_MISSING = _ROUTES["BlobService/FindMissingBlobs"]
 _UPLOAD = _ROUTES["BlobService/UploadBlob"]
 
 
-async def check_upload(upstream: Upstream, request: Request, metadata: Metadata) -> None:
-    """Checks the headers of an upload, and with the server its credentials and rights, before the body is kept.
-
-    Raises `Problem`.
-    """
+def check_content_type(request: Request) -> None:
+    """Raises `Problem` if the body is not said to be bytes."""
     if request.headers.get("content-type", "") != "application/octet-stream":
         raise Problem("UNSUPPORTED", "expected Content-Type: application/octet-stream", status=415)
-    await _is_missing(upstream, _EMPTY_DIGEST, metadata)
 
 
-async def store_uploaded(upstream: Upstream, converters: Converters, body: bytes, metadata: Metadata) -> bytes:
+async def store_uploaded(
+    upstream: Upstream, converters: Converters, caller: str, body: bytes, metadata: Metadata
+) -> bytes:
     """Stores an uploaded graph as a blob and returns, in JSON, what the page shows of it.
 
     The body is the bytes of a GraphDef, protobuf text or protobuf JSON. Raises `Problem`.
     """
     try:
         async with asyncio.timeout(_READ_S):
-            serialized, digest, facts = await converters.run(describe, body)
+            serialized, digest, facts = await converters.run(caller, describe, body)
     except TimeoutError:
         raise Problem("DEADLINE_EXCEEDED", f"reading the graph takes longer than {_READ_S:g} s") from None
     if await _is_missing(upstream, digest, metadata):

@@ -44,12 +44,10 @@ _CORS_EXPOSED = b"retry-after, x-request-id"
 _SEND_PART = 1 << 20
 MAX_HEADER_BYTES = 32 * 1024
 """Maximum total size of the headers of a request."""
-_BUSY_RETRY_S = 1.0
 # Slowest rate at which the bytes of a body may arrive on average, per second.
 _MIN_RATE = 4096
 # Longest time for which the rest of a refused body is read.
 _DISCARD_S = 5.0
-_UNLIMITED = "/healthz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +58,10 @@ class Limits:
         hosts: Allowed values of the header `Host`, without port, in lower case; `*` allows all.
         origins: Origins whose pages may use the API from a browser (CORS).
         max_body_bytes: Longest body in JSON.
-        max_requests: Requests that are handled at the same time. A request counts when its body is complete; uploads
-            and `/healthz` do not count.
-        max_bytes_in_flight: Total size of the bodies, converted requests and answers that are kept at the same time.
+        max_requests: Requests that are handled at the same time, half of them of one caller. A request counts when its
+            body is complete; only RPCs count, uploads excepted.
+        max_bytes_in_flight: Total size of the bodies, converted requests and answers that are kept at the same time,
+            three quarters of it of one caller.
         max_connections: Connections that may be open. One address may have a quarter of them.
         idle_s: Time that a client may take for the next bytes of a body, or to read a part of an answer, seconds.
     """
@@ -79,11 +78,10 @@ class Limits:
 class Guard:
     """ASGI middleware around the application; every failure becomes a problem."""
 
-    def __init__(self, app: Any, limits: Limits) -> None:
+    def __init__(self, app: Any, limits: Limits, budget: Budget) -> None:
         self._app = app
         self._limits = limits
-        self._requests = 0
-        self._budget = Budget(limits.max_bytes_in_flight)
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -126,21 +124,6 @@ class Guard:
             return self.too_large()
         return None
 
-    def enter(self) -> None:
-        """Counts a request whose body is complete. Raises `Problem` if too many are being handled."""
-        if self._requests >= self._limits.max_requests:
-            raise Problem(
-                "OVERLOADED",
-                "the gateway is handling the maximum number of requests",
-                status=503,
-                retry_after_s=_BUSY_RETRY_S,
-            )
-        self._requests += 1
-
-    def leave(self) -> None:
-        """Counts a request as done."""
-        self._requests -= 1
-
     def too_large(self) -> Problem:
         """Returns the problem of a body that is too long."""
         return Problem("MESSAGE_TOO_LARGE", f"the body is longer than {self._limits.max_body_bytes} bytes")
@@ -157,7 +140,8 @@ class _Exchange:
         self._bytes_in = self._bytes_out = 0
         self._share = Share(guard._budget)
         self._is_upload = scope["method"] == "PUT"
-        self._is_counted = False
+        self._is_given_up = False
+        self._waiting: asyncio.Timeout | None = None
         names = dict(scope["headers"])
         self._body_ended = b"transfer-encoding" not in names and names.get(b"content-length", b"0") == b"0"
         # Time that the client may still let pass, seconds; bytes that arrive add to it.
@@ -177,8 +161,6 @@ class _Exchange:
             elif self._is_preflight():
                 await self._preflight()
             else:
-                if self._body_ended:
-                    self._enter()
                 # With an app in the scope, Starlette raises for unknown paths and methods.
                 state = {**self._scope.get("state", {}), "share": self._share}
                 await guard._app({**self._scope, "app": guard, "state": state}, self.receive, self.send)
@@ -192,46 +174,57 @@ class _Exchange:
             _log.exception("a request failed: %s %s", self._scope["method"], self._scope["path"])
             await self._answer(Problem("INTERNAL", "the gateway failed; its log has the cause"))
         finally:
-            self._leave()
+            self._share.release()
             self._write_log(time.perf_counter() - started)
-
-    def _enter(self) -> None:
-        # Uploads last as long as the network needs, and are not kept here; the server limits them.
-        if not self._is_upload and self._scope["path"] != _UNLIMITED:
-            self._guard.enter()
-            self._is_counted = True
-
-    def _leave(self) -> None:
-        if self._is_counted:
-            self._guard.leave()
-            self._is_counted = False
-        self._share.release()
 
     async def receive(self) -> Any:
         """Receives a message of the client; parts of a body within the limits."""
         if self._body_ended:
             return await self._receive()
+        if self._is_given_up:
+            raise self._late()
         started = _now()
+        self._share.await_body(self._give_up)
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._patience_s) as self._waiting:
                 message = await self._receive()
         except TimeoutError:
-            raise Problem(
-                "DEADLINE_EXCEEDED",
-                f"the bytes of the body arrived too slowly: fewer than {_MIN_RATE} per second, or none for "
-                f"{self._limits.idle_s:g} seconds",
-                status=408,
-                headers={"connection": "close"},
-            ) from None
+            raise self._late() from None
+        finally:
+            self._waiting = None
         if message["type"] == "http.request":
             size = len(message.get("body", b""))
             left = self._patience_s - (_now() - started) + size / _MIN_RATE
             self._patience_s = max(0.0, min(left, self._limits.idle_s))
-            self._count(size)
             self._body_ended = not message.get("more_body", False)
+            self._count(size)
             if self._body_ended:
-                self._enter()
+                self._share.end_body()
         return message
+
+    def _give_up(self) -> None:
+        """Ends the wait for the rest of the body, because other requests need the bytes."""
+        self._is_given_up = True
+        if self._waiting is not None:
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+
+    def _late(self) -> Problem:
+        closing = {"connection": "close"}
+        if self._is_given_up:
+            return Problem(
+                "OVERLOADED",
+                "the gateway keeps the maximum number of bytes, and this body was the oldest that had not arrived",
+                status=503,
+                retry_after_s=1.0,
+                headers=closing,
+            )
+        return Problem(
+            "DEADLINE_EXCEEDED",
+            f"the bytes of the body arrived too slowly: fewer than {_MIN_RATE} per second, or none for "
+            f"{self._limits.idle_s:g} seconds",
+            status=408,
+            headers=closing,
+        )
 
     def _count(self, size: int) -> None:
         self._bytes_in += size
@@ -269,7 +262,7 @@ class _Exchange:
 
         If the connection were closed before, the client's system would report an error instead of the answer.
         """
-        self._leave()
+        self._share.release()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_S):
                 while (await self._receive()).get("more_body", False):

@@ -10,9 +10,8 @@ import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import uvicorn
@@ -20,7 +19,7 @@ import uvicorn
 from gradrule.errors import InvalidParamError
 from gradrule_gateway import logs
 from gradrule_gateway.app import create_app
-from gradrule_gateway.connections import Connection, Connections
+from gradrule_gateway.connections import Connection, Connections, Listener
 from gradrule_gateway.converters import Converters
 from gradrule_gateway.guard import MAX_HEADER_BYTES, Limits
 from gradrule_gateway.upstream import Upstream
@@ -159,11 +158,10 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
     files = _TlsFiles(settings)
     upstream = Upstream(settings.target, *settings.read_credentials())
     converters = Converters()
-    app = create_app(upstream, converters, settings.limits, insecure_tokens=settings.insecure_tokens)
     connections = Connections(_allow_connections(settings.limits.max_connections), settings.limits.idle_s)
+    app = create_app(upstream, converters, settings.limits, connections, insecure_tokens=settings.insecure_tokens)
     config = uvicorn.Config(
         app,
-        http=cast(Any, partial(Connection, connections=connections)),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -183,7 +181,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         raise OSError(f"the TLS certificate or its key is not valid: {failure.reason or failure}") from failure
     host, port = listener.getsockname()[:2]
     where = f"http{'s' if settings.tls_cert else ''}://{f'[{host}]' if ':' in host else host}:{port}"
-    server = _Server(config, f"{READY}{where}")
+    server = _Server(config, connections, f"{READY}{where}")
     watches = [asyncio.ensure_future(_end_with(settings.parent, server))] if settings.parent else []
     if files.paths:
         watches.append(asyncio.ensure_future(files.follow(config.ssl, upstream)))
@@ -259,16 +257,22 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 class _Server(uvicorn.Server):
-    """A server that prints its address, and leaves the exit code to its caller."""
+    """A server that counts connections when it accepts them, prints its address, and leaves the exit code."""
 
-    def __init__(self, config: uvicorn.Config, ready: str) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections, ready: str) -> None:
         super().__init__(config)
+        self._connections = connections
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            print(self._ready, flush=True)
+        # uvicorn itself listens on none.
+        await super().startup([])
+        listeners: list[Any] = self.servers
+        listeners += [Listener(each, self._connections, self._create, self.config.ssl) for each in sockets or []]
+        print(self._ready, flush=True)
+
+    def _create(self) -> Connection:
+        return Connection(self.config, self.server_state, self.lifespan.state, connections=self._connections)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

@@ -25,7 +25,7 @@ _EXACT = 2**53
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MAX_RANK = 32
 # Python's `int` accepts spaces, underscores, plus signs and the digits of all scripts too.
-_INTEGER = re.compile(r"-?[0-9]{1,20}")
+INTEGER = re.compile(r"-?[0-9]{1,20}")
 
 
 def is_compact(value: Any) -> bool:
@@ -122,7 +122,7 @@ def dtype_number(name: Any) -> int:
 
 def parse_integer(text: str) -> int | None:
     """Returns the integer of at most 20 digits that a text is, as JSON would write it; None for other texts."""
-    return int(text) if _INTEGER.fullmatch(text) else None
+    return int(text) if INTEGER.fullmatch(text) else None
 
 
 def _check_keys(value: Mapping[str, Any]) -> None:

@@ -163,6 +163,60 @@ def test_an_upload_that_does_not_arrive_is_given_up(gateway: RunningGateway) -> 
     assert text.startswith(b"HTTP/1.1 408 ")
 
 
+def hold(gateway: RunningGateway, count: int, first: bytes = b"", addresses: int = 1) -> list[socket.socket]:
+    """Opens connections from other addresses of loopback, which send `first` and nothing else."""
+    held = []
+    for number in range(count * addresses):
+        source = f"127.0.0.{2 + number % addresses}", 0
+        held.append(socket.create_connection(gateway.address, 20, source_address=source))
+        held[-1].sendall(first)
+    return held
+
+
+def test_unfinished_bodies_of_four_addresses_keep_nobody_out(server: RunningServer) -> None:
+    with running_gateway(server.target, "--max-connections", "16") as gateway:
+        held = hold(gateway, 4, HEAD + b"{", addresses=4)
+        for path in ("/healthz", "/v1/health", "/v1/rules"):
+            assert gateway.get(path).status == 200
+        # The oldest one of them was closed for each.
+        with contextlib.suppress(ConnectionResetError):
+            assert held[0].recv(1) == b""
+        for each in held:
+            each.close()
+
+
+def test_silent_connections_are_counted_when_they_are_accepted(server: RunningServer, tmp_path: Path) -> None:
+    import ssl
+    from http.client import HTTPSConnection
+
+    authority = Authority(tmp_path, "authority")
+    files = authority.server("localhost")
+    flags = ("--tls-cert", str(files.certificate), "--tls-key", str(files.key), "--max-connections", "16")
+    context = ssl.create_default_context(cafile=str(authority.file))
+    with running_gateway(server.target, *flags) as gateway:
+        held = hold(gateway, 12)
+        with contextlib.suppress(ConnectionResetError):
+            assert held[7].recv(1) == b""
+        with contextlib.closing(HTTPSConnection(*gateway.address, context=context)) as connection:
+            connection.request("GET", "/metrics")
+            metrics = read(connection.getresponse()).body.decode().splitlines()
+        assert 'gradrule_gateway_connections_closed_total{limit="address"} 8' in metrics
+        wait_until(
+            lambda: any("4 connections of 127.0.0.2" in line for line in list(gateway.log)) or None, "a log line"
+        )
+        for each in held:
+            each.close()
+
+
+def test_no_body_is_awaited_without_a_valid_credential(guarded: Guarded) -> None:
+    with running_gateway(guarded.running.target, "--tls-ca", str(guarded.authority.file)) as gateway:
+        for wrong in (b"", b"Authorization: Bearer wrong\r\n"):
+            with socket.create_connection(gateway.address, timeout=20) as client:
+                client.sendall(HEAD.replace(b"Content-Length", wrong + b"Content-Length"))
+                assert client.recv(13) == b"HTTP/1.1 401 "
+        assert gateway.get("/metrics").status == 401
+
+
 def test_only_listed_origins_may_use_the_api_from_a_browser(gateway: RunningGateway) -> None:
     preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     listed = gateway.send("OPTIONS", "/v1/evaluate", None, {"Origin": "https://app.example.org", **preflight})

@@ -46,6 +46,10 @@ class Server:
         self.timeouts.append(timeout_s)
         return b"", ""
 
+    async def is_serving(self, timeout_s: float) -> bool:
+        self.timeouts.append(timeout_s)
+        return True
+
     async def check_credential(self, metadata: Any, timeout_s: float | None) -> None:
         self.timeouts.append(timeout_s)
         self.clock[0] += 1
@@ -60,7 +64,7 @@ class Endless(Converters):
         super().__init__()
         self.cancelled = 0
 
-    async def _in_process(self, function: Any, *arguments: Any) -> Any:
+    async def _in_process(self, caller: str, function: Any, *arguments: Any) -> Any:
         try:
             await asyncio.Event().wait()
         finally:
@@ -70,9 +74,15 @@ class Endless(Converters):
 class Client:
     """Sends requests to a gateway without a network."""
 
-    def __init__(self, server: Server, max_bytes: int = 1 << 30, converters: Converters | None = None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        max_bytes: int = 1 << 30,
+        converters: Converters | None = None,
+        max_requests: int = 256,
+    ) -> None:
         self.gateway = Gateway(server, converters or Converters(), insecure_tokens=False)
-        self.budget = Budget(max_bytes)
+        self.budget = Budget(max_requests, max_bytes)
         self.bytes_read = 0
 
     async def send(self, rpc: str, body: bytes = b"", **headers: str) -> Any:
@@ -117,14 +127,37 @@ CALL = {"program": "programs/p", "feeds": {"x": [1]}}
 
 async def test_all_calls_of_a_request_share_its_deadline(server: Server) -> None:
     await Client(server).send("Evaluate", json.dumps(CALL).encode(), grpc_timeout="5S")
-    assert server.timeouts == [5.0, 4.0]
+    assert server.timeouts == [5.0, 4.0, 3.0]
 
 
-async def test_the_server_checks_the_credential_before_large_bodies_are_read(server: Server) -> None:
+async def test_no_body_is_read_without_a_valid_credential(server: Server) -> None:
     client, server.is_known = Client(server), False
-    with pytest.raises(Problem, match="no credential"):
-        await client.send("Evaluate", b" " * (MAX_INLINE + 1), grpc_timeout="5S")
-    assert (client.bytes_read, server.timeouts) == (0, [5.0])
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        with pytest.raises(Problem, match="no credential"):
+            await client.send("Evaluate", b"{}", **headers)
+    assert client.bytes_read == 0
+
+
+async def test_requests_count_from_the_end_of_their_body(server: Server) -> None:
+    client = Client(server, max_requests=1)
+    body = json.dumps(CALL).encode()
+    running = Share(client.budget)
+    running.start()
+    with pytest.raises(Problem, match="--max-requests"):
+        await client.send("Evaluate", body)
+    assert client.bytes_read == len(body)
+    # Uploads last as long as the network needs.
+    await client.send("UploadBlob", b"bytes")
+    running.release()
+    await client.send("Evaluate", body)
+    assert client.budget.requests == 1
+
+
+async def test_questions_for_health_at_the_same_time_get_one_answer(server: Server) -> None:
+    client = Client(server)
+    answers = await asyncio.gather(*(client.gateway.server_health(client.request("ListRules")) for _ in range(5)))
+    assert [answer.status_code for answer in answers] == [200] * 5
+    assert len(server.timeouts) == 1
 
 
 @pytest.mark.parametrize("kind", ["decode", "encode", "picture", "graph"])
@@ -152,7 +185,8 @@ async def test_a_client_that_goes_away_cancels_conversions(server: Server, kind:
 async def test_uploads_have_no_deadline_of_their_own(server: Server) -> None:
     await Client(server).send("UploadBlob", b"bytes")
     await Client(server).send("UploadBlob", b"bytes", grpc_timeout="5S")
-    assert server.timeouts == [None, 5.0]
+    # Each time, the first call finds the caller.
+    assert server.timeouts == [None, None, 5.0, 4.0]
 
 
 async def test_answers_count_until_they_are_sent(server: Server) -> None:

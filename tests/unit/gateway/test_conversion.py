@@ -12,7 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradrule_gateway import decoding, encoding, json_text
+from gradrule_gateway import decoding, encoding, json_text, tensors
 from gradrule_gateway.problems import Problem
 from tests.samples import size
 from tests.unit.gateway.messages import message_types, messages
@@ -24,7 +24,7 @@ quick = settings(max_examples=size(4, 20), deadline=None, suppress_health_check=
 def decoded(kind: Any, value: Any) -> Any:
     message = GetMessageClass(kind)()
     for tensor in decoding.decode(message, value):
-        decoding.close(tensor, None)
+        tensors.set_dtype(tensor.tensor, None, tensor.path)
     return message
 
 

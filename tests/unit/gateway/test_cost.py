@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gradrule.v1.tensor_pb2 import Dt
 from gradrule_gateway import conversion
 from gradrule_gateway.decoding import MAX_TENSORS
 from gradrule_gateway.problems import Problem
@@ -52,9 +53,34 @@ def test_places_are_those_of_the_tensors_without_a_type() -> None:
     message, places = conversion.decode_to_bytes(EVALUATE, json.dumps(body).encode())
     assert places == [("feeds", 0, "feeds.a"), ("feeds", 2, "feeds.c"), ("grad_ys", 1, "gradYs[1].value")]
     decoded = conversion.decoded_from_bytes(EVALUATE, message, places)
-    assert [(entry.field, entry.name) for entry in decoded.open] == [("feeds", "a"), ("feeds", "c"), ("grad_ys", "z")]
+    types = {"inputs": {"a": Dt.DT_HALF}, "ys": {"z": Dt.DT_DOUBLE}}
+    decoded.close(types)
+    found = [
+        named.value.inline_tensor.dtype for field in ("feeds", "grad_ys") for named in getattr(decoded.message, field)
+    ]
+    assert found == [Dt.DT_HALF, Dt.DT_FLOAT, Dt.DT_INT32, Dt.DT_FLOAT, Dt.DT_DOUBLE]
+    assert conversion.close_bytes(EVALUATE, message, places, types) == decoded.message.SerializeToString()
 
 
 def test_too_many_tensors_are_refused() -> None:
     with pytest.raises(Problem, match="more than 10000"):
         conversion.decode_body(EVALUATE, feeds(MAX_TENSORS + 1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "field", "value"),
+    [
+        ("DT_FLOAT", "floatVal", 1.5),
+        ("DT_DOUBLE", "doubleVal", 1),
+        ("DT_INT32", "intVal", 3),
+        ("DT_INT64", "int64Val", "7"),
+    ],
+)
+def test_elements_in_fields_of_the_message_cost_no_python_call_each(dtype: str, field: str, value: Any) -> None:
+    def body(number: int) -> bytes:
+        shape = {"dim": [{"size": number}]}
+        tensor = {"dtype": dtype, "tensorShape": shape, field: [value] * number}
+        return json.dumps({"feeds": {"x": {"inlineTensor": tensor}}}).encode()
+
+    conversion.decode_body(EVALUATE, body(1))
+    assert calls_of(partial(conversion.decode_body, EVALUATE, body(10_000))) < 500

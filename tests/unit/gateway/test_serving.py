@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import errno
 import json
 import socket
+import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from uvicorn.server import ServerState
 
 from gradrule_gateway import connections
-from gradrule_gateway.connections import Connection, Connections
+from gradrule_gateway.connections import Connection, Connections, Listener
 from gradrule_gateway.serving import _listen, name_in
+from tests.service.certificates import Authority
+from tests.waiting import wait_for_condition
 
 ANSWERED = asyncio.Event()
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -28,7 +33,14 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
     """Answers with as many MiB as the path says."""
-    size = int(scope["path"].removeprefix("/") or "0")
+    name = scope["path"].removeprefix("/")
+    if name == "never":
+        # Begins its answer, and waits for the body.
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
+    size = int(name or "0")
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (size << 20))]})
     for _ in range(size):
         await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
@@ -49,12 +61,37 @@ async def port(opened: Connections) -> Any:
     config = uvicorn.Config(answer_ok, ws="none", lifespan="off", log_config=None, access_log=False)
     config.load()
 
-    def protocol() -> Connection:
-        return Connection(config, ServerState(), {}, connections=opened)
+    with listening(config, opened) as port:
+        yield port
 
-    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
-    yield server.sockets[0].getsockname()[1]
-    server.close()
+
+@contextlib.contextmanager
+def listening(config: uvicorn.Config, opened: Connections, context: ssl.SSLContext | None = None) -> Iterator[int]:
+    """Serves for the `with` statement; returns the port."""
+    state = ServerState()
+    with _listen("127.0.0.1", 0) as accepting:
+        listener = Listener(accepting, opened, lambda: Connection(config, state, {}, connections=opened), context)
+        yield accepting.getsockname()[1]
+        listener.close()
+
+
+@pytest.fixture
+async def tls_port(opened: Connections, tmp_path: Path) -> Any:
+    """Returns the port of a server with TLS, and the context of its clients."""
+    authority = Authority(tmp_path, "authority")
+    files = authority.server("localhost")
+    config = uvicorn.Config(
+        answer_ok,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ssl_certfile=files.certificate,
+        ssl_keyfile=files.key,
+    )
+    config.load()
+    with listening(config, opened, config.ssl) as port:
+        yield port, ssl.create_default_context(cafile=str(authority.file))
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: local"], ids=["nothing", "a part"])
@@ -130,11 +167,73 @@ async def test_a_new_connection_replaces_the_one_that_was_idle_longest(port: int
         writer.close()
 
 
+async def test_connections_count_before_their_handshake(tls_port: Any, opened: Connections) -> None:
+    port, context = tls_port
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+    # Only a quarter of twelve is open; the oldest were closed.
+    await wait_for_condition(lambda: opened.closed["address"] == 2)
+    assert len(opened.open) == 3
+    for reader, _ in silent[:2]:
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 30) == b""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+    writer.write(REQUEST)
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    for _, each in (*silent, (reader, writer)):
+        each.close()
+
+
+async def test_handshakes_have_a_time_limit(
+    tls_port: Any, opened: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_HANDSHAKE_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", tls_port[0])
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+    await wait_for_condition(lambda: not opened.open)
+    assert opened.closed["handshake"] == 1
+    writer.close()
+
+
+async def test_connections_with_unfinished_bodies_are_closed_for_new_ones(port: int, opened: Connections) -> None:
+    head = b"POST /never HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1"
+    clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    for reader, writer in clients:
+        writer.write(head)
+        await reader.readuntil(b"\r\n\r\n")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST)
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    with contextlib.suppress(ConnectionError):
+        assert b"HTTP" not in await asyncio.wait_for(clients[0][0].read(), 30)
+    assert [each[0].at_eof() for each in clients[1:]] == [False, False]
+    for _, each in (*clients, (reader, writer)):
+        each.close()
+
+
+async def test_accepting_goes_on_after_a_lack_of_descriptors(
+    opened: Connections, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+    accept = socket.socket.accept
+
+    def fail_once(listening: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST)
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)).startswith(b"HTTP/1.1 200")
+    assert opened.closed["system"] == 1
+    writer.close()
+
+
 class Fake:
     """A connection that only counts whether it was closed."""
 
     def __init__(self) -> None:
-        self.transport = self
         self.is_closed = False
 
     def abort(self) -> None:
@@ -146,7 +245,7 @@ def add(opened: Connections, address: str, *, is_busy: bool = False) -> Any:
     if not opened.add(found, address):
         found.abort()
     elif is_busy:
-        opened.set_idle(found, False)
+        opened.set_waiting(found, False)
     return found
 
 
@@ -201,7 +300,7 @@ def test_connections_of_ipv4_to_a_socket_of_ipv6_are_counted_by_address(opened: 
         connection: Any = object()
         is_added = opened.add(connection, host)
         if is_added:
-            opened.set_idle(connection, False)
+            opened.set_waiting(connection, False)
         return is_added
 
     assert [add(f"::ffff:192.0.2.{number}") for number in range(5)] == [True] * 5

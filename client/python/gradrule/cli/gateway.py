@@ -97,14 +97,19 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="longest body of a request, except blobs; k, M and G are allowed [default: 64M]",
     )
     group.add_argument(
-        "--max-requests", metavar="N", type=_count, default=256, help="maximum number of concurrent requests [256]"
+        "--max-requests",
+        metavar="N",
+        type=_count,
+        default=256,
+        help="maximum number of concurrent requests; one caller may have half of them [256]",
     )
     group.add_argument(
         "--max-bytes-in-flight",
         metavar="BYTES",
         type=_size,
         default=512 << 20,
-        help="maximum total size of bodies, converted requests and answers at the same time [default: 512M]",
+        help="maximum total size of bodies, converted requests and answers at the same time; one caller may have three "
+        "quarters of it [default: 512M]",
     )
     group.add_argument(
         "--max-connections",
