@@ -27,6 +27,7 @@ MODULES: Mapping[str, str] = {
     "soak": "tests.battery.soak",
     "fuzz": "tests.battery.fuzz",
     "http2": "tests.battery.http2",
+    "gateway": "tests.battery.gateway",
 }
 """Row → the module whose `run` it is."""
 

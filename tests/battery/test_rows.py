@@ -15,6 +15,7 @@ from tests.battery import (
     crashes,
     escapes,
     fuzz,
+    gateway,
     hangs,
     hostile,
     http2,
@@ -138,6 +139,12 @@ def test_http2(scale: Scale) -> None:
     figures = http2.run(replace(scale, seconds=6.0))
     assert figures.cases > 100
     assert_met(figures)
+
+
+def test_gateway(scale: Scale) -> None:
+    with gateway.gateways(scale) as found:
+        names = ("silent", "bodies, no credential", "bodies", "numbers", "names", "bombs")
+        assert_met(gateway.run_attacks(found, scale, 2.0, names, p99_s=BUSY_P99_S, share=0.2))
 
 
 def test_fuzz(scale: Scale) -> None:

@@ -30,6 +30,7 @@ from tests.battery import (
     escapes,
     faulty_proxy,
     fuzz,
+    gateway,
     hangs,
     harmful_requests,
     hostile,
@@ -542,6 +543,19 @@ def test_strangers_reports_findings_and_attacks_that_did_nothing() -> None:
     assert "no call of tenant A was answered" in strangers.judge(attack, late, fine, fine)[0]
     assert strangers.judge(strangers.ATTACKS["selections"], late, fine, fine) == []
     assert strangers.judge(attack, strangers.AttackResult(), fine, fine) == ["nothing was done"]
+
+
+def test_gateway_reports_findings_and_attacks_that_did_nothing() -> None:
+    fine, slow = gateway.Times([0.02] * 9), gateway.Times([0.02] * 9 + [6.0], Counter(ConnectionResetError=2))
+    did = Counter({"connected": 4, "400": 9})
+    assert gateway.judge({"calls": fine, "probes": fine}, did, 1.0) == []
+    assert gateway.judge({"calls": slow}, did, 1.0) == [
+        "2 calls failed with ConnectionResetError",
+        "calls took 6.00 s (p99)",
+    ]
+    assert gateway.judge({"calls": gateway.Times()}, did, 1.0) == ["no calls were sent"]
+    assert gateway.judge({"calls": fine}, Counter(), 1.0) == ["nothing was done"]
+    assert "answered with 500" in gateway.judge({"calls": fine}, did + Counter({"500": 1}), 1.0)[0]
 
 
 def test_strangers_has_a_row_for_each_finding() -> None:
