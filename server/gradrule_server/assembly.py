@@ -218,6 +218,7 @@ def create_shared_resources(
         cache_capacity=settings.program_cache,
         cache_bytes=settings.program_cache_bytes,
         handle_ttl_s=settings.handle_ttl_s,
+        session_idle_s=settings.session_idle_s,
         has_known_calls="known-calls" not in disabled_paths(settings.disabled_fast_paths),
     )
 

@@ -6,13 +6,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import gradrule as gr
 from gradrule_server.identity.token_file import add_token, new_token
-from tests.service.answers import refused
+from tests.service.answers import provokes, refused
 from tests.service.servers import running_server
 
 _ENGINES = 2
@@ -22,21 +23,26 @@ _CALLS = 12
 Connect = Callable[..., gr.Client]
 
 
-@pytest.fixture(scope="module")
-def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connect]:
+@contextlib.contextmanager
+def crowded_server(folder: Path, *flags: str) -> Iterator[Connect]:
     """Starts a server with two engines, and returns what connects a tenant to it."""
-    folder = tmp_path_factory.mktemp("turns")
     tokens = folder / "tokens"
     given = {}
     for tenant in _TENANTS:
         given[tenant], token = new_token(tenant)
         add_token(tokens, token)
-    flags = ("--tokens", str(tokens), "--max-engines", str(_ENGINES), "--spares", "1")
+    flags = ("--tokens", str(tokens), "--max-engines", str(_ENGINES), "--spares", "1", *flags)
     with running_server(folder / "server", flags) as server, contextlib.ExitStack() as clients:
 
         def connect_tenant(tenant: str, timeout: float = 120.0) -> gr.Client:
             return clients.enter_context(gr.connect(server.target, token=given[tenant], timeout=timeout))
 
+        yield connect_tenant
+
+
+@pytest.fixture(scope="module")
+def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connect]:
+    with crowded_server(tmp_path_factory.mktemp("turns")) as connect_tenant:
         yield connect_tenant
 
 
@@ -96,3 +102,15 @@ def test_forward_handles_leave_an_engine_for_the_calls_of_others(connect: Connec
         assert r.outputs["y"].tolist() == [2.0]
         assert handle.vjp({"y": np.float32([1])})["x"].tolist() == [2.0]
     other.forward(**run).close()
+
+
+@provokes("SESSION_LOST")
+def test_idle_session_ends_and_the_next_tenant_gets_its_engine(tmp_path: Path) -> None:
+    with crowded_server(tmp_path, "--session-idle-s", "3") as connect_tenant:
+        with connect_tenant("ada").session(with_variable()) as idle:
+            # It waits for the engine.
+            with connect_tenant("grace").session(with_variable()):
+                pass
+            with refused("SESSION_LOST") as held:
+                idle.read()
+        held.says("no message for 3 s", "--session-idle-s", "save", "last complete step is 0")

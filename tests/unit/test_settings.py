@@ -44,6 +44,7 @@ OTHER_VALUES: dict[str, Any] = {
     "program_cache": 5,
     "program_cache_bytes": 4096,
     "handle_ttl_s": 16.5,
+    "session_idle_s": 17.5,
     "drain_s": 0.0,
     "trust": "full",
     "sandbox": "off",

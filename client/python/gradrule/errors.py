@@ -297,7 +297,10 @@ class InvalidOptimizerError(GradruleError):
 
 
 class SessionLostError(GradruleError):
-    """The engine or server that held the session ended. Start a new one from the last result of `read` or `save`."""
+    """The engine or server that held the session ended, or the session was idle for long (`--session-idle-s`).
+
+    Start a new one from the last result of `read` or `save`.
+    """
 
 
 class UnauthenticatedError(GradruleError):

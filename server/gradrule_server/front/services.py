@@ -268,7 +268,8 @@ class SessionServicer:
             async for raw in _messages(requests, self._pipeline.draining, session.loss, report_loss):
                 response = session_pb2.RunSessionResponse()
                 try:
-                    await self._answer(caller, raw, session, response, started=started)
+                    with session.working():
+                        await self._answer(caller, raw, session, response, started=started)
                     started = True
                 except GradruleError as cause:
                     if not started:

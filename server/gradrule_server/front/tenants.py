@@ -48,6 +48,7 @@ class SharedResources:
         cache_capacity: number of programs that each tenant has in memory.
         cache_bytes: bytes of the programs of all tenants in memory.
         handle_ttl_s: seconds after which an unused forward handle is closed.
+        session_idle_s: seconds after which a session ends that gets no message; 0: never.
         has_known_calls: whether parsed calls are remembered.
     """
 
@@ -62,6 +63,7 @@ class SharedResources:
     cache_capacity: int
     cache_bytes: int
     handle_ttl_s: float
+    session_idle_s: float
     has_known_calls: bool = True
 
 
@@ -311,7 +313,12 @@ class Tenants:
             blob_folder=blobs.folder_name,
         )
         sessions = SessionManager(
-            program_service, blobs, shared.limits, quota=quotas["sessions"], bytes_quota=quotas["session_bytes"]
+            program_service,
+            blobs,
+            shared.limits,
+            quota=quotas["sessions"],
+            bytes_quota=quotas["session_bytes"],
+            idle_s=shared.session_idle_s,
         )
         tenant = Tenant(name, rules, programs, blobs, program_service, handles, sessions, quotas)
         if self._loop is not None:

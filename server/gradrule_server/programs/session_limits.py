@@ -1,4 +1,4 @@
-"""Limits the sessions of a tenant: their number and the bytes of their variables and optimizers."""
+"""Limits the sessions of a tenant: their number, the bytes of their variables and optimizers, and their idle time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from gradrule_server.registry.blobs import BlobStore
 
 
 class SessionManager:
-    """Limits the number and bytes of a tenant's sessions. Belongs to one asyncio loop."""
+    """Limits the number and bytes of a tenant's sessions, and how long they may be idle. Belongs to one asyncio loop.
+
+    idle_s: Seconds; 0: no limit.
+    """
 
     def __init__(
         self,
@@ -23,10 +26,12 @@ class SessionManager:
         *,
         quota: Quota,
         bytes_quota: Quota,
+        idle_s: float = 0.0,
     ) -> None:
         self.program_service = program_service
         self.blobs = blobs
         self.limits = limits
+        self.idle_s = idle_s
         self._quota = quota
         self._bytes_quota = bytes_quota
         self._bytes: dict[str, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
@@ -57,8 +57,9 @@ class Session:
         self._pinned_blobs = contextlib.ExitStack()
         self._steps = 0
         self._watching: asyncio.Task[None] | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
         self.loss: asyncio.Future[GradruleError] = asyncio.get_running_loop().create_future()
-        """Gets SESSION_LOST as its result when the engine that holds the session ends."""
+        """Gets SESSION_LOST as its result when the session ends before its stream."""
 
     async def start(
         self, request: link_pb2.RawStartSession, received_ns: int, ends_at: float, settings: link_pb2.RawSessionRequest
@@ -258,8 +259,33 @@ class Session:
         ending = await engine.wait_lost()
         self.loss.set_result(self._lost("" if ending is None else str(ending)))
 
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """The session is not idle within this context."""
+        self._stop_idle_timer()
+        try:
+            yield
+        finally:
+            if self._name and self._manager.idle_s:
+                loop = asyncio.get_running_loop()
+                self._idle_timer = loop.call_later(self._manager.idle_s, self._end_idle)
+
+    def _stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+
+    def _end_idle(self) -> None:
+        """Ends the session, so that its engine is free for other tenants."""
+        if not self.loss.done():
+            cause = f"the server ended the session, because it got no message for {self._manager.idle_s:g} s"
+            remedy = "save a session before a pause (`save`), and start another session with what it returned"
+            self.loss.set_result(self._lost_because(f"{cause} (--session-idle-s)", remedy))
+        self.close()
+
     def close(self) -> None:
         """Ends the session and frees its variables."""
+        self._stop_idle_timer()
         if self._watching is not None:
             self._watching.cancel()
         self._handles.close_all()
@@ -339,8 +365,8 @@ class Session:
         return reply
 
     async def _check_process(self) -> None:
-        """Raises SESSION_LOST if the engine has ended; waits until the reason is known."""
-        if self._process is not None and self._process.is_gone:
+        """Raises SESSION_LOST if the session or its engine has ended; waits until the reason is known."""
+        if self.loss.done() or (self._process is not None and self._process.is_gone):
             raise await asyncio.shield(self.loss)
 
     @contextlib.asynccontextmanager
@@ -357,10 +383,15 @@ class Session:
 
     def _lost(self, cause: str) -> GradruleError:
         because = f" ({cause})" if cause else ""
+        return self._lost_because(
+            f"the engine that held the session has ended{because}",
+            "start another session with the values that you read last",
+        )
+
+    def _lost_because(self, cause: str, remedy: str) -> GradruleError:
         return error(
             errors_pb2.ERROR_REASON_SESSION_LOST,
-            f"the engine that held the session has ended{because}, so its variables are lost; the last complete step "
-            f"is {self._steps}; start another session with the values that you read last",
+            f"{cause}, so its variables are lost; the last complete step is {self._steps}; {remedy}",
         )
 
     async def _assign(

@@ -177,6 +177,11 @@ class Requests(SettingsGroup):
     handle_ttl_s: PositiveFloat = Field(
         60.0, description="Time that a forward handle is kept after its last use, seconds."
     )
+    session_idle_s: float = Field(
+        300.0,
+        ge=0,
+        description="Time after which a session ends that gets no message, seconds; 0 disables.",
+    )
     max_batch_size: PositiveInt = Field(
         64, description="Maximum number of examples in a dynamic batch of one program's requests; 1 disables batching."
     )

@@ -48,6 +48,7 @@ def shared(tmp_path: Path) -> Iterator[SharedResources]:
             cache_capacity=10,
             cache_bytes=1000,
             handle_ttl_s=1.0,
+            session_idle_s=0.0,
         )
 
 

@@ -138,7 +138,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_INVALID_OPTIMIZER: _ErrorReason.ValueType  # 50
     """A session's optimizer is unknown, or one of its settings is not valid [INVALID_ARGUMENT]."""
     ERROR_REASON_SESSION_LOST: _ErrorReason.ValueType  # 51
-    """The session was lost with its engine; start a new session from saved values [ABORTED]."""
+    """The session was lost with its engine, or ended because it was idle; start a new session from saved values [ABORTED]."""
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 52
     """The credential is missing, unknown, expired or malformed [UNAUTHENTICATED]."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 53
@@ -270,7 +270,7 @@ ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 49
 ERROR_REASON_INVALID_OPTIMIZER: ErrorReason.ValueType  # 50
 """A session's optimizer is unknown, or one of its settings is not valid [INVALID_ARGUMENT]."""
 ERROR_REASON_SESSION_LOST: ErrorReason.ValueType  # 51
-"""The session was lost with its engine; start a new session from saved values [ABORTED]."""
+"""The session was lost with its engine, or ended because it was idle; start a new session from saved values [ABORTED]."""
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 52
 """The credential is missing, unknown, expired or malformed [UNAUTHENTICATED]."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 53

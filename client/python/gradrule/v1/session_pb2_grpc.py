@@ -52,7 +52,8 @@ class SessionServiceServicer(object):
         any reason, the server deletes the variables.
 
         If the engine that holds the variables ends, the server sends the status SESSION_LOST immediately, also when no message waits
-        for an answer. The message of the status names the last completed step. Every later message is answered with SESSION_LOST.
+        for an answer. It does the same to a session that gets no message for some minutes (--session-idle-s). The message of the status
+        names the last completed step. Every later message is answered with SESSION_LOST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -30,7 +30,8 @@ class SessionServiceStub:
     any reason, the server deletes the variables.
 
     If the engine that holds the variables ends, the server sends the status SESSION_LOST immediately, also when no message waits
-    for an answer. The message of the status names the last completed step. Every later message is answered with SESSION_LOST.
+    for an answer. It does the same to a session that gets no message for some minutes (--session-idle-s). The message of the status
+    names the last completed step. Every later message is answered with SESSION_LOST.
     """
 
 class SessionServiceAsyncStub:
@@ -45,7 +46,8 @@ class SessionServiceAsyncStub:
     any reason, the server deletes the variables.
 
     If the engine that holds the variables ends, the server sends the status SESSION_LOST immediately, also when no message waits
-    for an answer. The message of the status names the last completed step. Every later message is answered with SESSION_LOST.
+    for an answer. It does the same to a session that gets no message for some minutes (--session-idle-s). The message of the status
+    names the last completed step. Every later message is answered with SESSION_LOST.
     """
 
 class SessionServiceServicer(metaclass=abc.ABCMeta):
@@ -62,7 +64,8 @@ class SessionServiceServicer(metaclass=abc.ABCMeta):
         any reason, the server deletes the variables.
 
         If the engine that holds the variables ends, the server sends the status SESSION_LOST immediately, also when no message waits
-        for an answer. The message of the status names the last completed step. Every later message is answered with SESSION_LOST.
+        for an answer. It does the same to a session that gets no message for some minutes (--session-idle-s). The message of the status
+        names the last completed step. Every later message is answered with SESSION_LOST.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

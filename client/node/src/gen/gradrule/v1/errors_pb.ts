@@ -387,7 +387,7 @@ export enum ErrorReason {
   INVALID_OPTIMIZER = 50,
 
   /**
-   * The session was lost with its engine; start a new session from saved values [ABORTED].
+   * The session was lost with its engine, or ended because it was idle; start a new session from saved values [ABORTED].
    *
    * @generated from enum value: ERROR_REASON_SESSION_LOST = 51;
    */
