@@ -245,7 +245,10 @@ class EngineUnavailableError(GradruleError):
 
 
 class OverloadedError(GradruleError):
-    """The server has too many requests. Retry after `retry_delay` seconds, with fewer concurrent calls."""
+    """The server has too many requests, or its engines stayed in use until the deadline of the call.
+
+    Retry after `retry_delay` seconds, with fewer concurrent calls.
+    """
 
 
 class MessageTooLargeError(GradruleError):

@@ -112,7 +112,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_ENGINE_UNAVAILABLE: _ErrorReason.ValueType  # 38
     """No engine is ready; try again after the RetryInfo's delay [UNAVAILABLE]."""
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 39
-    """The server is handling the maximum number of requests; try again after the RetryInfo's delay [RESOURCE_EXHAUSTED]."""
+    """The server is handling the maximum number of requests, or others used all engines until the deadline; try again after the
+    RetryInfo's delay [RESOURCE_EXHAUSTED].
+    """
     ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 40
     """A message is larger than the server or the client allows [RESOURCE_EXHAUSTED]."""
     ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 41
@@ -244,7 +246,9 @@ ERROR_REASON_ENGINE_CRASHED: ErrorReason.ValueType  # 37
 ERROR_REASON_ENGINE_UNAVAILABLE: ErrorReason.ValueType  # 38
 """No engine is ready; try again after the RetryInfo's delay [UNAVAILABLE]."""
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 39
-"""The server is handling the maximum number of requests; try again after the RetryInfo's delay [RESOURCE_EXHAUSTED]."""
+"""The server is handling the maximum number of requests, or others used all engines until the deadline; try again after the
+RetryInfo's delay [RESOURCE_EXHAUSTED].
+"""
 ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 40
 """A message is larger than the server or the client allows [RESOURCE_EXHAUSTED]."""
 ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 41

@@ -302,7 +302,8 @@ export enum ErrorReason {
   ENGINE_UNAVAILABLE = 38,
 
   /**
-   * The server is handling the maximum number of requests; try again after the RetryInfo's delay [RESOURCE_EXHAUSTED].
+   * The server is handling the maximum number of requests, or others used all engines until the deadline; try again after the
+   * RetryInfo's delay [RESOURCE_EXHAUSTED].
    *
    * @generated from enum value: ERROR_REASON_OVERLOADED = 39;
    */
