@@ -57,7 +57,7 @@ class Engine:
         index: Its number in metrics.
         spares: Provides its processes; None if the caller installs one.
         on_change: Called when a process comes or goes.
-        on_idle: Called when the last request, session or forward handle has ended.
+        on_idle: Called when the last request has ended, and when the last session or forward handle has.
         owner: The tenant; None until a tenant needs the engine.
         use: What it is for.
         ended: Counts the ends of its processes, by reason.
@@ -400,7 +400,7 @@ class Engine:
         """Changes the number of sessions and handles that are pinned to the process of a generation."""
         if generation == self.generation:
             self.kept += change
-            if self.is_idle:
+            if not self.kept:
                 self._on_idle()
 
     @contextlib.contextmanager

@@ -381,8 +381,11 @@ class EnginePool:
         )
 
     def _handle_idle(self, engine: Engine) -> None:
-        """Gives the place of an engine without work to a tenant that waits, if its turn is over."""
-        if self._waiting and (engine.is_given_away or not engine.kept):
+        """Lets tenants that wait use an engine that has nothing to do, or that holds nothing any more."""
+        if not self._waiting or engine.kept:
+            return
+        # Engines are idle often during their turns, when calls gain nothing by that.
+        if self._is_turn_over(engine) or any(need is not Need.PROGRAMS for _, need in self._waiting):
             self._schedule_assignment()
 
     def _schedule_assignment(self, *, is_left: bool = False) -> None:
@@ -396,29 +399,39 @@ class EnginePool:
         if self._assigning is not None:
             self._assigning.cancel()
             self._assigning = None
-        is_next = True
+        for engine in self.engines:
+            if engine.is_given_away and engine.kept:
+                # A call that was running has left a forward handle.
+                self._take_back(engine)
+        without_place: list[_WaitingTenant] = []
+        is_full = False
         for key, waiting in list(self._waiting.items()):
-            if is_next:
-                self._take_back(waiting.owner)
-            if self._serve(waiting):
+            if waiting.served.is_set():
+                continue
+            if waiting.need is Need.PROGRAMS and is_full:
+                # A place that the tenant before could not get is not there for this one either.
+                without_place.append(waiting)
+                continue
+            own = next((item for item in self.engines if item.owner == waiting.owner and item.is_given_away), None)
+            if own is not None and waiting.need is Need.PROGRAMS and not without_place:
+                # Nobody else waits for its engine any more.
+                self._take_back(own)
+            elif self._serve(waiting):
                 del self._waiting[key]
                 waiting.served.set()
-            else:
-                is_next = False
-        for_places = [
-            waiting
-            for waiting in self._waiting.values()
-            if waiting.need is Need.PROGRAMS or (waiting.need is Need.SESSION and self.held < self.max_held)
-        ]
-        self._give_away(for_places)
+            elif waiting.need is Need.PROGRAMS or (waiting.need is Need.SESSION and self.held < self.max_held):
+                without_place.append(waiting)
+                is_full = True
+        self._give_away(without_place)
         self._set_turn_timer()
 
-    def _take_back(self, owner: str) -> None:
-        """Gives a tenant the engine back that it would have lost, because nobody waits for it any more."""
-        for engine in self.engines:
-            if engine.owner == owner and engine.is_given_away:
-                engine.is_given_away, engine.turn_started = False, asyncio.get_running_loop().time()
-                self._wake()
+    def _take_back(self, engine: Engine) -> None:
+        """Lets the owner of an engine that was given away keep it."""
+        engine.is_given_away, engine.turn_started = False, asyncio.get_running_loop().time()
+        waiting = self._waiting.pop((engine.owner or "", Need.PROGRAMS), None)
+        if waiting is not None:
+            waiting.served.set()
+        self._wake()
 
     def _serve(self, waiting: _WaitingTenant) -> bool:
         """Gives a tenant what it needs, if that is possible now."""
@@ -470,12 +483,9 @@ class EnginePool:
     def _give_away(self, waiting: Sequence[_WaitingTenant]) -> None:
         """Lets one engine for each waiting tenant take no further calls, if turns are over; takes others back."""
         given = [engine for engine in self.engines if engine.is_given_away]
-        for index, engine in enumerate(given):
-            # A call that was running may have left a forward handle.
-            if engine.kept or index >= len(waiting):
-                engine.is_given_away = False
-                self._wake()
-        for item in waiting[sum(engine.is_given_away for engine in given) :]:
+        for engine in given[len(waiting) :]:
+            self._take_back(engine)
+        for item in waiting[len(given) :]:
             busy = [
                 engine
                 for engine in self.engines

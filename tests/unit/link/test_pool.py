@@ -517,6 +517,42 @@ async def test_forward_handles_never_hold_the_last_engine(starter: Starter) -> N
     await pool.stop()
 
 
+async def test_an_engine_that_keeps_nothing_any_more_is_given_away_though_it_is_busy(starter: Starter) -> None:
+    pool = await _full_pool(starter, "a")
+    (engine,) = pool.engines
+    engine.add_kept(engine.generation, 1)
+    work = engine.submit(Kind.RUN, b"work")
+    waits = asyncio.create_task(pool.provide("b", _deadline()))
+    await asyncio.sleep(0.05)
+    assert not engine.is_given_away
+    engine.add_kept(engine.generation, -1)
+    await _until(lambda: engine.is_given_away)
+    _answer(starter, engine, work)
+    await waits
+    await pool.stop()
+
+
+async def test_an_engine_that_keeps_a_handle_meanwhile_is_taken_back(starter: Starter) -> None:
+    pool = await _full_pool(starter, "ab")
+    first, second = pool.engines
+    works = [engine.submit(Kind.FORWARD, b"work") for engine in pool.engines]
+    waits = asyncio.create_task(pool.provide("c", _deadline()))
+    await _until(lambda: first.is_given_away or second.is_given_away)
+    given, other = (first, second) if first.is_given_away else (second, first)
+    back = asyncio.create_task(pool.provide(given.owner or "", _deadline()))
+    await asyncio.sleep(0)
+    given.add_kept(given.generation, 1)
+    pool._assign()
+    # Its tenant's calls go on, although the first tenant still waits.
+    await back
+    assert not waits.done()
+    await _until(lambda: other.is_given_away)
+    _answer(starter, other, works[pool.engines.index(other)])
+    await waits
+    assert given in pool.engines
+    await pool.stop()
+
+
 async def test_a_server_whose_only_engine_holds_sessions_is_not_ready(starter: Starter) -> None:
     changes: list[bool] = []
     pool = _pool(max_engines=1, on_change=changes.append, times=replace(_TIMES, turn_s=0.01))
