@@ -38,7 +38,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-kernels test-models test-peers test-console test-bridges cluster-test postgres nginx kubectl placement lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-kernels test-models test-peers test-console test-bridges cluster-test postgres redis nginx kubectl placement lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -79,7 +79,7 @@ test-console: $(VENV)/.installed $(CONSOLE)/node_modules/.installed ## test the 
 test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy, PyTensor and TensorFlow
 	PYTHONDONTWRITEBYTECODE= $(BRIDGES)/bin/python -m pytest tests/bridges $(ARGS)
 
-cluster-test: $(CLUSTER)/.installed postgres nginx kubectl ## test several servers with PostgreSQL, an object store and Ray
+cluster-test: $(CLUSTER)/.installed postgres redis nginx kubectl ## test several servers with PostgreSQL, an object store and Ray
 	PYTHONDONTWRITEBYTECODE= $(CLUSTER)/bin/python -m pytest --registry-database postgresql $(CLUSTER_TESTS) $(ARGS)
 
 placement: $(CLUSTER)/.installed ## simulate how the choice of a server for each request affects caches and waiting times
@@ -135,6 +135,9 @@ http-tools: ## install what tests of HTTP examples need and this machine lacks: 
 
 postgres: ## install PostgreSQL where this machine lacks it
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || { $(APT_INSTALL) postgresql; }
+
+redis: ## install Redis where this machine lacks it
+	@command -v redis-server >/dev/null || { $(APT_INSTALL) redis-server; }
 
 nginx: ## install nginx where this machine lacks it
 	@test -x /usr/sbin/nginx || command -v nginx >/dev/null || { $(APT_INSTALL) nginx-light; }

@@ -109,6 +109,14 @@ class RayCluster:
         """Kills all processes of the node that was added last."""
         self._command("kill")
 
+    def kill_head(self) -> None:
+        """Kills the process that controls the cluster (the GCS). Calls of `ray` wait until it is back."""
+        self._command("kill-head")
+
+    def start_head(self) -> None:
+        """Starts the process that controls the cluster, on the same port."""
+        self._command("start-head")
+
     @staticmethod
     def status() -> Any:
         """Returns what Ray Serve says of the application."""

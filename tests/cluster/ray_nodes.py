@@ -1,7 +1,7 @@
 """Runs the nodes of a Ray cluster until standard input ends: `python -m tests.cluster.ray_nodes FOLDER`.
 
 Ray forks to start a node, which can crash in a process that makes gRPC calls, as tests do. Each line of the input is a
-command, `add` or `kill`, and is answered by a line.
+command, `add`, `kill`, `kill-head` or `start-head`, and is answered by a line.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ def main(folder: str) -> None:
         add_node(cluster, num_cpus=2, include_dashboard=False, temp_dir=folder)
         print(cluster.address, file=answers)
         for line in sys.stdin:
-            if line.strip() == "add":
-                # GPUs are numbers for Ray too.
-                nodes.append(add_node(cluster, num_cpus=4, num_gpus=2))
-            else:
-                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            match line.strip():
+                case "add":
+                    # GPUs are numbers for Ray too.
+                    nodes.append(add_node(cluster, num_cpus=4, num_gpus=2))
+                case "kill":
+                    cluster.remove_node(nodes.pop(), allow_graceful=False)
+                case "kill-head":
+                    cluster.head_node.kill_gcs_server()
+                case "start-head":
+                    cluster.head_node.start_gcs_server()
             print("done", file=answers)
 
 
