@@ -14,6 +14,7 @@ import type { EvaluateResponse } from "./gen/gradrule/v1/evaluate_pb.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
 import { checkTransfer, checkCallTransfer, packRequest, packsTensors, unpackResponse } from "./packing.js";
 import type { Transfer } from "./packing.js";
+import { Resends, lossOf } from "./resends.js";
 import { checkToken } from "./security.js";
 import { errorFromFailure, errorFromStatusBytes } from "./status.js";
 import { EvaluateStream, CallRouting, STREAM_PATH } from "./stream.js";
@@ -123,6 +124,8 @@ export class Channel {
   private readonly routing: CallRouting;
   private readonly stream: EvaluateStream;
   private closed = false;
+  // In ms since 1970.
+  private answeredAt = Number.NEGATIVE_INFINITY;
 
   constructor(
     readonly target: string,
@@ -211,7 +214,10 @@ export class Channel {
         this.routing.recordLostStream();
       } else {
         const failure = outcomeError(outcome, this.target);
-        if (failure === undefined) this.routing.recordAnswer();
+        if (failure === undefined) {
+          this.answeredAt = Date.now();
+          this.routing.recordAnswer();
+        }
         if (failure?.code !== Code.UNAVAILABLE) return outcomeResponse(outcome, failure);
       }
     }
@@ -227,12 +233,16 @@ export class Channel {
   }
 
   private async evaluateInChunks(bytes: Uint8Array, deadline: number, signal?: AbortSignal): Promise<EvaluateResponse> {
-    for (let attempt = 1; ; attempt++) {
+    const resends = new Resends(this.answeredAt, deadline, TRIES);
+    for (;;) {
       const outcome = await this.stream.run(bytes, deadline, signal);
       this.checkOpen();
       const failure = outcomeError(outcome, this.target);
-      if (failure?.code !== Code.UNAVAILABLE || attempt === TRIES) return outcomeResponse(outcome, failure);
-      await delay(50 * 2 ** (attempt - 1));
+      if (failure === undefined) this.answeredAt = Date.now();
+      const loss = outcome.kind === "lost" ? lossOf(outcome.failure) : "refused";
+      const pause = failure?.code === Code.UNAVAILABLE && loss ? resends.pauseAfter(loss) : undefined;
+      if (pause === undefined) return outcomeResponse(outcome, failure);
+      await this.waitFor(pause, signal);
     }
   }
 
@@ -246,10 +256,29 @@ export class Channel {
     deadline: number,
     signal: AbortSignal | undefined,
   ): Promise<MessageShape<O>> {
-    const answer = await this.send(method, request, deadline, signal);
-    // Create the error here and not in the callback, so that its stack trace includes the caller.
-    if ("failure" in answer) throw errorFromFailure(answer.failure, this.target);
-    return answer.response;
+    const resends = new Resends(this.answeredAt, deadline);
+    for (;;) {
+      const answer = await this.send(method, request, deadline, signal);
+      if (!("failure" in answer)) {
+        this.answeredAt = Date.now();
+        return answer.response;
+      }
+      const loss = this.closed ? undefined : lossOf(answer.failure);
+      const pause = loss && resends.pauseAfter(loss);
+      // Create the error here and not in the callback, so that its stack trace includes the caller.
+      if (pause === undefined) throw errorFromFailure(answer.failure, this.target);
+      await this.waitFor(pause, signal);
+    }
+  }
+
+  /** Waits before a call is sent again. Rejects with CANCELLED. */
+  private async waitFor(pause: number, signal: AbortSignal | undefined): Promise<void> {
+    try {
+      await delay(pause, undefined, signal && { signal });
+    } catch {
+      throw createError("CANCELLED", "The signal is aborted.");
+    }
+    this.checkOpen();
   }
 
   private send<I extends DescMessage, O extends DescMessage>(

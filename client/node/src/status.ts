@@ -18,8 +18,10 @@ import { StatusSchema } from "./gen/google/rpc/status_pb.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
 
 const NODE = "node:";
-// What gRPC says if it could not connect.
-const NOT_CONNECTED = "No connection established";
+// What gRPC says if it could not connect, after the name of its way to choose a server.
+const NOT_CONNECTED = /^(\w+: )?(No connection established|Name resolution failed)/;
+// What gRPC says if a proxy answered with the HTTP status of a bad gateway, or of a service that is away or too slow.
+const PROXY_STATUS = /Received HTTP status code (50[234])/;
 const REFUSED = /\b(ECONNREFUSED|ENOENT)\b/;
 
 /**
@@ -31,9 +33,23 @@ export function errorFromFailure(failure: ServiceError, target: string): Gradrul
   const status = trailer instanceof Uint8Array ? parseStatus(trailer) : undefined;
   const info = status?.details.map((detail) => anyUnpack(detail, ErrorInfoSchema)).find((found) => found?.reason);
   if (status && info?.domain === "gradrule") return errorFromStatus(status, info, failure.code);
-  const isRefused = failure.details.includes(NOT_CONNECTED) && REFUSED.test(failure.details);
-  const message = isRefused ? `No server listens at ${target}; start one: gradrule serve.` : failure.details;
+  const message = connectionProblem(failure, target) ?? failure.details;
   return createError(reasonFromCode(failure.code), message, { code: failure.code, cause: failure });
+}
+
+/** Returns whether a call failed because no server or proxy was reached. */
+export function isUnreached(failure: ServiceError): boolean {
+  return NOT_CONNECTED.test(failure.details);
+}
+
+function connectionProblem(failure: ServiceError, target: string): string | undefined {
+  if (isUnreached(failure) && REFUSED.test(failure.details)) {
+    return `No server listens at ${target}; start one: gradrule serve.`;
+  }
+  const status = PROXY_STATUS.exec(failure.details)?.[1];
+  return (
+    status && `The proxy at ${target} reaches no server (HTTP status ${status}); its servers may be starting again.`
+  );
 }
 
 /** Returns the typed error of a serialized status, which a stream answers a failed call with. */

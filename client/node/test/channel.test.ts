@@ -200,11 +200,13 @@ test("all addresses of a target are named if no server can be reached", async ()
   }
 });
 
-test("only UNAVAILABLE is tried again, four times in all", async () => {
+test("an error of a server is tried again if it is UNAVAILABLE, four times in all", async () => {
   let calls = 0;
+  const metadata = new Metadata();
+  metadata.set("x-request-id", "7f");
   const failing = (times: number, code: Code): Handler => {
     calls = 0;
-    return (_, answer) => (++calls <= times ? answer({ code, details: "busy" }) : answer(null, RULE));
+    return (_, answer) => (++calls <= times ? answer({ code, details: "busy", metadata }) : answer(null, RULE));
   };
   await against(failing(3, Code.UNAVAILABLE), async (client) => {
     assert.equal((await client.getRule("r")).name, "r");
@@ -218,6 +220,57 @@ test("only UNAVAILABLE is tried again, four times in all", async () => {
     await rejection(client.getRule("r"));
     assert.equal(calls, 1);
   });
+});
+
+test("a call goes on until a proxy has another server", async () => {
+  let calls = 0;
+  const proxy: Handler = (_, answer) =>
+    ++calls <= 18 ? answer({ code: Code.UNAVAILABLE, details: "no healthy upstream" }) : answer(null, RULE);
+  await against(proxy, async (client) => {
+    assert.equal((await client.getRule("r")).name, "r");
+    assert.equal(calls, 19);
+    calls = Number.NEGATIVE_INFINITY;
+    const failure = await rejection(client.getRule("r", { timeout: 1 }));
+    assert.ok(["UNAVAILABLE", "DEADLINE_EXCEEDED"].includes(failure.reason));
+    const controller = new AbortController();
+    const cancelled = rejection(client.getRule("r", { signal: controller.signal }));
+    setTimeout(() => controller.abort(), 500);
+    assert.equal((await cancelled).reason, "CANCELLED");
+  });
+});
+
+test("a call goes on with the server that returns, if it answered before", async () => {
+  const server = (port: number): Promise<[Server, number]> => {
+    const made = new Server();
+    const asIs = (bytes: Buffer): Buffer => bytes;
+    const codecs = {
+      requestSerialize: asIs,
+      requestDeserialize: asIs,
+      responseSerialize: asIs,
+      responseDeserialize: asIs,
+    };
+    const path = "/gradrule.v1.RuleService/GetRule";
+    made.addService(
+      { getRule: { path, requestStream: false, responseStream: false, ...codecs } },
+      { getRule: (_: unknown, answer: sendUnaryData<Buffer>) => answer(null, RULE) },
+    );
+    return new Promise((resolve, reject) => {
+      made.bindAsync(`127.0.0.1:${port}`, ServerCredentials.createInsecure(), (failure, bound) =>
+        failure ? reject(failure) : resolve([made, bound]),
+      );
+    });
+  };
+  const [first, port] = await server(0);
+  const client = connect(`127.0.0.1:${port}`);
+  assert.equal((await client.getRule("r")).name, "r");
+  first.forceShutdown();
+  const call = client.getRule("r");
+  // gRPC's own attempts end after 0.4 s.
+  await new Promise((resolve) => setTimeout(resolve, 1500));
+  const [second] = await server(port);
+  assert.equal((await call).name, "r");
+  client.close();
+  second.forceShutdown();
 });
 
 test("every call has a deadline: its own, or the client's", async () => {

@@ -72,6 +72,7 @@ class GradruleError(Exception):
         self.details = list(details) or [Detail(self.reason, message)]
         self.retry_delay = retry_delay
         self.request_id = ""
+        self._is_unreached = False
         self.findings_total = len(self.details) if findings_total is None else findings_total
 
     @property

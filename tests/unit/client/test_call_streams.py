@@ -146,6 +146,7 @@ def test_a_stream_that_does_not_answer_is_left(program: Any, answering: Answerin
 
 def test_a_long_call_is_attempted_as_often_as_others(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradrule._rpc.call_routes.MAX_WHOLE_BYTES", 4)
+    monkeypatch.setattr("gradrule._rpc.call_routes._RESEND_S", 0.0)
     answering.on_stream = lambda number, request, context: context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
     with gr.connect(answering.target) as client, pytest.raises(gr.errors.UnavailableError):
         way(client.program(PROGRAM))

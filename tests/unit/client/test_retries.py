@@ -18,6 +18,7 @@ import pytest
 import gradrule as gr
 from gradrule._builder import blob_values
 from gradrule._messages import rpc_calls
+from gradrule._rpc import call_routes
 from gradrule.v1 import evaluate_pb2
 from tests.unit.client.answering import MIB, PROGRAM, Answering
 from tests.waiting import wait_until
@@ -99,7 +100,9 @@ def test_call_whose_answer_is_lost_is_sent_again_by_the_async_client(losing: Los
     assert losing.alone == 2
 
 
-def test_call_whose_answer_is_lost_twice_fails(losing: LosingAnswers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_whose_answer_is_always_lost_fails(losing: LosingAnswers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_routes, "_RESEND_S", 0.3)
+
     def lose(raw: bytes, context: Any) -> bytes:
         losing.alone = 0
         return LosingAnswers._evaluate(losing, raw, context)
@@ -109,6 +112,118 @@ def test_call_whose_answer_is_lost_twice_fails(losing: LosingAnswers, monkeypatc
         program = client.program(PROGRAM)
         with pytest.raises(gr.errors.UnavailableError, match="reset by peer"):
             program.evaluate({"x": [1.0]})
+
+
+class Proxy(Answering):
+    """Has lost its server, and gets another one after a number of attempts."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+        super().__init__()
+        self.on_stream = self._refuse
+
+    def _refuse(self, *arguments: Any) -> bytes:
+        if self.refusals:
+            self.refusals -= 1
+            arguments[-1].abort(grpc.StatusCode.UNAVAILABLE, "no healthy upstream")
+        return b""
+
+    def _evaluate(self, raw: bytes, context: Any) -> bytes:
+        self._refuse(context)
+        return super()._evaluate(raw, context)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    """Returns a proxy that refuses more attempts than gRPC makes."""
+    made = Proxy(18)
+    yield made
+    made.stop()
+
+
+def test_call_goes_on_until_a_proxy_has_another_server(proxy: Proxy) -> None:
+    with gr.connect(proxy.target, stream=False) as client:
+        program = client.program(PROGRAM)
+        assert program.evaluate({"x": [1.0]}).gradients["x"].tolist() == [1.0]
+        proxy.refusals = 18
+        assert [result.gradients["x"].tolist() for result in program.map([{"x": [3.0]}])] == [[3.0]]
+    assert (proxy.alone, proxy.refusals) == (2, 0)
+
+
+def test_call_of_the_async_client_goes_on_until_a_proxy_has_another_server(proxy: Proxy) -> None:
+    async def body() -> None:
+        async with gr.aio.connect(proxy.target, stream=False) as client:
+            program = await client.program(PROGRAM)
+            assert (await program.evaluate({"x": [1.0]})).gradients["x"].tolist() == [1.0]
+
+    asyncio.run(body())
+    assert (proxy.alone, proxy.refusals) == (1, 0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_call_in_chunks_goes_on_until_a_proxy_has_another_server(
+    proxy: Proxy, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_routes, "MAX_WHOLE_BYTES", 2 * MIB)
+    proxy.refusals = 6
+    x = np.arange(MIB, dtype=np.float32)
+
+    async def body() -> Any:
+        async with gr.aio.connect(proxy.target) as client:
+            return await (await client.program(PROGRAM)).evaluate({"x": x})
+
+    if is_async:
+        result = asyncio.run(body())
+    else:
+        with gr.connect(proxy.target) as client:
+            result = client.program(PROGRAM).evaluate({"x": x})
+    np.testing.assert_array_equal(result.gradients["x"], x)
+    assert (proxy.streams, proxy.alone, proxy.refusals) == (7, 0, 0)
+
+
+def test_call_ends_with_its_timeout_if_a_proxy_gets_no_server(proxy: Proxy) -> None:
+    proxy.refusals = 1 << 30
+    with gr.connect(proxy.target, stream=False) as client:
+        program = client.program(PROGRAM)
+        with pytest.raises((gr.errors.UnavailableError, gr.errors.DeadlineExceededError)):
+            program.evaluate({"x": [1.0]}, timeout=2.0)
+
+
+def test_call_in_progress_goes_on_with_the_server_that_returns() -> None:
+    """The call fails twice in different ways: its connection breaks, then nothing listens."""
+    came = threading.Event()
+    server = Answering(address="127.0.0.1:0")
+
+    def hang(raw: bytes, context: Any) -> bytes:
+        came.set()
+        threading.Event().wait(60)
+        raise AssertionError
+
+    server._evaluate = hang  # type: ignore[method-assign]
+    with gr.connect(server.target, stream=False) as client, ThreadPoolExecutor(1) as threads:
+        program = client.program(PROGRAM)
+        call = threads.submit(program.evaluate, {"x": [1.0]}, timeout=60.0)
+        came.wait(30)
+        stopped = threading.Thread(target=server.stop)
+        stopped.start()
+        # gRPC's own attempts end after 0.4 s.
+        time.sleep(1.5)
+        other = Answering(address=server.target)
+        try:
+            assert call.result(60).gradients["x"].tolist() == [1.0]
+        finally:
+            other.stop()
+
+
+def test_call_that_reaches_no_server_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address may be wrong."""
+    monkeypatch.setattr(call_routes, "_RESEND_S", 3600.0)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{unused.getsockname()[1]}"
+        says = pytest.raises(gr.errors.UnavailableError, match=f"no server listens at {target}; start one")
+        with gr.connect(target, timeout=3600.0) as client, says:
+            client.list_programs()
 
 
 def test_uploads_to_servers_that_share_no_blobs_end_with_advice() -> None:
@@ -185,8 +300,9 @@ def answers(program: Any) -> bool:
     return True
 
 
-def test_server_that_returns_after_an_outage_is_found_within_seconds() -> None:
+def test_server_that_returns_after_an_outage_is_found_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, gRPC waits longer after each attempt to connect: about 9 s after an outage of 17 s."""
+    monkeypatch.setattr(call_routes, "_RESTART_S", 0.0)
     server = Answering(address="127.0.0.1:0")
     try:
         with gr.connect(server.target, stream=False) as client:

@@ -48,6 +48,8 @@ _CAUSES = {
     ),
     "Failed parsing HTTP/2": "the server at {address} is not a gRPC server",
 }
+# Bad gateway, service unavailable, gateway timeout.
+_PROXY_STATUS = re.compile(r"Received http2 header with status: (50[234])")
 _UNKNOWN_HOST = re.compile(r"lookup failed for (\S+): (.+?)\]?$")
 _R = TypeVar("_R")
 _M = TypeVar("_M", bound=Message)
@@ -87,9 +89,14 @@ def lost_or_error(failure: grpc.RpcError, target: str) -> AnswerLostError | Grad
     is_lost = not error.request_id and (
         said == _NOT_ACCEPTED
         if error.code is grpc.StatusCode.CANCELLED
-        else error.code is grpc.StatusCode.UNAVAILABLE and not said.startswith(_NOT_CONNECTED)
+        else error.code is grpc.StatusCode.UNAVAILABLE and reached_server(error)
     )
     return AnswerLostError(error) if is_lost else error
+
+
+def reached_server(error: GradruleError) -> bool:
+    """Returns whether a call that failed with an error of this module had reached a server or a proxy."""
+    return not error._is_unreached
 
 
 def error_of(failure: grpc.RpcError, target: str) -> GradruleError:
@@ -110,8 +117,15 @@ def _error_of(call: Any, target: str) -> GradruleError:
                 break
             if (error := _from_status(status, code)) is not None:
                 return error
-    said = call.details() or f"the call failed: {code.name}"
-    return error_for_reason(_REASONS.get(code, "INTERNAL"), _connection_problem(said, target) or said, code=code.name)
+    return error_of_code(code, call.details() or f"the call failed: {code.name}", target)
+
+
+def error_of_code(code: grpc.StatusCode, said: str, target: str) -> GradruleError:
+    """Returns the typed error of a call that failed without details; `said`: the text of gRPC or of a proxy."""
+    message = _connection_problem(said, target) or _proxy_problem(said, target) or said
+    error = error_for_reason(_REASONS.get(code, "INTERNAL"), message, code=code.name)
+    error._is_unreached = said.startswith(_NOT_CONNECTED)
+    return error
 
 
 def _connection_problem(said: str, target: str) -> str | None:
@@ -125,6 +139,13 @@ def _connection_problem(said: str, target: str) -> str | None:
     return next(
         (meaning.format(address=where, target=target) for part, meaning in _CAUSES.items() if part in said), None
     )
+
+
+def _proxy_problem(said: str, target: str) -> str | None:
+    """Returns what an HTTP status means that a proxy answered with; None: another error."""
+    if (found := _PROXY_STATUS.search(said)) is None:
+        return None
+    return f"the proxy at {target} reaches no server (HTTP status {found[1]}); its servers may be starting again"
 
 
 def error_from_status_bytes(data: bytes) -> GradruleError:

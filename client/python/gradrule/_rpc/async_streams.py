@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule._messages.error_status import closed_error, error_of
+from gradrule._messages.error_status import closed_error, error_of, error_of_code
 from gradrule._messages.rpc_calls import Call
 from gradrule._rpc import call_routes, stream_messages
 from gradrule._rpc.stream_messages import StreamLostError, decoded
@@ -205,7 +205,8 @@ class AsyncConnection:
             while (data := await self._call.read()) is not grpc.aio.EOF:
                 self._deliver(stream_messages.received(data))
             if await self._call.code() is not grpc.StatusCode.OK:
-                failure = UnavailableError(await self._call.details() or "the stream broke")
+                said = await self._call.details() or "the stream broke"
+                failure = error_of_code(grpc.StatusCode.UNAVAILABLE, said, self._target)
         except grpc.RpcError as cause:
             failure = error_of(cause, self._target)
         except asyncio.CancelledError:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
+import random
 import time
 from typing import Any
 
+from gradrule._messages.error_status import reached_server
 from gradrule._messages.rpc_calls import Call
 from gradrule.common import fast_paths
-from gradrule.errors import InvalidParamError
+from gradrule.errors import GradruleError, InvalidParamError
 from gradrule.v1 import evaluate_pb2
 
 # About thirty years. With much longer timeouts, gRPC's clock overflows and calls end at once.
@@ -25,7 +27,10 @@ REPEATED_WITHIN_S = 60.0
 _MAX_PENDING = 32
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 TRIES = 4
-"""Attempts of a call over a stream if streams are lost; equal to `maxAttempts` of other calls."""
+"""Attempts of a call over a stream if no server is reached; equal to `maxAttempts` of other calls."""
+# Seconds in which a proxy gets another server, and in which a server that answered a minute ago listens again.
+_RESEND_S, _RESTART_S = 30.0, 10.0
+_FIRST_RESEND_S, _LONGEST_RESEND_S = 0.1, 4.0
 
 
 def checked_timeout(timeout: Any) -> float:
@@ -76,9 +81,9 @@ def limit(call: Call[Any], timeout: Any, default_s: float, compile_s: float) -> 
     return default_s + compile_s
 
 
-def tries(call: Call[Any]) -> int:
-    """Returns the number of attempts of a call that only streams have: one if it names a handle of its stream."""
-    return TRIES if isinstance(call.request, evaluate_pb2.ForwardRequest) else 1
+def may_resend(call: Call[Any]) -> bool:
+    """Returns whether a call that only streams have may go to another stream: not if it names a handle of its own."""
+    return isinstance(call.request, evaluate_pb2.ForwardRequest)
 
 
 def remaining_s(ends_at: float) -> float:
@@ -100,6 +105,8 @@ class Routes:
         self._pause_s = 0.0
         self._not_before = 0.0
         self._max_whole_bytes = MAX_WHOLE_BYTES
+        self.answered_at = -math.inf
+        """When a server answered a call for the last time, on the clock of `time.monotonic`."""
 
     def must_chunk(self, size: int) -> bool:
         """Returns whether a request of this size, in bytes, is too long for one message."""
@@ -124,9 +131,11 @@ class Routes:
             return False
         return is_open or now >= self._not_before
 
-    def record_answer(self) -> None:
-        """Records that a stream answered."""
-        self._pause_s = 0.0
+    def record_answer(self, *, on_stream: bool = False) -> None:
+        """Records that a server answered a call."""
+        self.answered_at = time.monotonic()
+        if on_stream:
+            self._pause_s = 0.0
 
     def record_lost_stream(self) -> None:
         """Records that a stream was lost; delays opening another one, and doubles the delay with each loss."""
@@ -138,6 +147,41 @@ class Routes:
         self._max_whole_bytes = min(self._max_whole_bytes, size - 1)
 
 
-def pause_before(attempt: int) -> float:
-    """Returns the seconds to wait before the next attempt over a stream; `attempt` counts earlier ones."""
-    return min(0.05 * (1 << attempt - 1), 1.0)
+class Resends:
+    """Decides whether and when one call is sent again.
+
+    A call that was lost with its server, or that a proxy could not pass on, is sent again for 30 s; a call to a server
+    that answered within the minute before it, but does not listen any more, for 10 s. A call that reaches no server
+    otherwise has few attempts, because the address may be wrong.
+
+    Args:
+        routes: Knows when a server has answered.
+        ends_at: End of the call's timeout, on the clock of `time.monotonic`.
+        tries: Attempts if no server is reached.
+    """
+
+    def __init__(self, routes: Routes, ends_at: float, tries: int = 1) -> None:
+        self._was_reached = time.monotonic() - routes.answered_at < REPEATED_WITHIN_S
+        self._ends_at = ends_at
+        self._tries = tries
+        self._attempts = 0
+        self._until: float | None = None
+
+    def pause_after(self, error: GradruleError, *, is_lost: bool) -> float:
+        """Returns the seconds to wait before the next attempt. Raises `error` if there is none.
+
+        Args:
+            error: Why the last attempt failed.
+            is_lost: Whether that attempt reached a server or a proxy that did not answer it.
+        """
+        self._attempts += 1
+        now = time.monotonic()
+        if self._until is None and (is_lost or (self._was_reached and not reached_server(error))):
+            self._until = min(self._ends_at, now + (_RESEND_S if is_lost else _RESTART_S))
+        longest = min(_FIRST_RESEND_S * 2.0 ** (self._attempts - 1), _LONGEST_RESEND_S)
+        # Clients that have lost the same server must not come back at the same time.
+        pause = longest * random.uniform(0.5, 1.0)
+        is_late = self._attempts >= self._tries and (self._until is None or now + pause >= self._until)
+        if is_late or not (is_lost or error.code_name == "UNAVAILABLE"):
+            raise error from None
+        return pause

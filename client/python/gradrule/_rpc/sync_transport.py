@@ -20,6 +20,7 @@ from gradrule._messages.error_status import (
     lost_or_error,
     message_parts,
     parsed,
+    reached_server,
 )
 from gradrule._messages.session_calls import METHOD
 from gradrule._rpc.interrupts import GuardedChannel
@@ -181,11 +182,11 @@ class Pipeline(Generic[R]):
                 raise
         except GradruleError as refusal:
             # A call that was sent alone may be sent in chunks. A call over the stream may be sent again, as gRPC
-            # retries calls that are sent alone.
+            # retries calls that are sent alone; so may each call that reached no server.
             if not (
                 refusal.code is grpc.StatusCode.UNAVAILABLE
                 if started.over_stream
-                else isinstance(refusal, MessageTooLargeError)
+                else isinstance(refusal, MessageTooLargeError) or not reached_server(refusal)
             ):
                 raise
         # The caller may ask for the result long after the call failed; that time does not count.
@@ -218,7 +219,9 @@ def _start(sender: CallSender, call: Call[R], seconds: float) -> _Started[R]:
 
     def result() -> R:
         try:
-            return parsed(call.answer, call.decode, future.result())
+            answer = future.result()
+            sender._routes.record_answer()
+            return parsed(call.answer, call.decode, answer)
         except grpc.RpcError as failure:
             raise lost_or_error(failure, sender.target) from None
         except grpc.FutureCancelledError as failure:

@@ -214,6 +214,9 @@ async def _ending(call: Any, message: bytes | None) -> Ending:
     """Returns how a call to the server ended."""
     code, details = await call.code(), await call.details()
     trailers = tuple((key, value) for key, value in await call.trailing_metadata() or ())
+    if code is grpc.StatusCode.UNAVAILABLE and not trailers:
+        # A server adds the id of the request. gRPC's own text would tell a client that it has the wrong address.
+        details = "the server of a replica has ended; Ray Serve starts another one, so the call may be sent again"
     return Ending(code.name, details or "", trailers, message)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from gradrule._messages.error_status import (
     lost_or_error,
     message_parts,
     parsed,
+    reached_server,
 )
 from gradrule._rpc import call_routes, shared_memory
 from gradrule._rpc.shared_memory import SharedMemory, may_resend
@@ -66,7 +66,8 @@ class CallSender:
         parts, size = message_parts(call.request, call.large)
         if call.on_stream:
             # A handle is lost with its stream, so only calls that need none are sent again.
-            return self._send_over_stream(call, parts, size, seconds, call_routes.tries(call))
+            is_resent = call_routes.may_resend(call)
+            return self._send_over_stream(call, parts, size, seconds, is_resent=is_resent)
         if call.method != rpc_calls.EVALUATE:
             return self._send_unary(call, parts, seconds)
         if self._memory.is_worth(call, size):
@@ -104,7 +105,7 @@ class CallSender:
     def _send_evaluate(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`. It changes nothing, so it is sent again if its answer is lost."""
         if self._routes.must_chunk(size):
-            return self._send_over_stream(call, parts, size, seconds, call_routes.TRIES)
+            return self._send_over_stream(call, parts, size, seconds)
         ends_at = time.monotonic() + seconds
         if self._may_stream(size):
             try:
@@ -115,7 +116,7 @@ class CallSender:
                 if refusal.code is not grpc.StatusCode.UNAVAILABLE:
                     raise
             else:
-                self._routes.record_answer()
+                self._routes.record_answer(on_stream=True)
                 return answer
         try:
             return self._send_unary(call, parts, call_routes.remaining_s(ends_at))
@@ -123,40 +124,43 @@ class CallSender:
             if size <= CHUNK_BYTES:
                 raise
         seconds = call_routes.remaining_s(ends_at)
-        answer = self._send_over_stream(call, parts, size, seconds, call_routes.TRIES)
+        answer = self._send_over_stream(call, parts, size, seconds)
         self._routes.record_too_long(size)
         return answer
 
     def _send_over_stream(
-        self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float, tries: int
+        self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float, *, is_resent: bool = True
     ) -> R:
-        """Sends a call over the stream, at most `tries` times if streams are lost; in chunks if it is long."""
+        """Sends a call over the stream, in chunks if it is long; `is_resent`: again if streams are lost."""
         ends_at = time.monotonic() + seconds
-        for attempt in itertools.count(1):
+        resends = call_routes.Resends(self._routes, ends_at, call_routes.TRIES)
+        while True:
             try:
                 return self._stream.run(call, parts, size, call_routes.remaining_s(ends_at))
             except (StreamLostError, UnavailableError) as failure:
-                cause = failure.cause if isinstance(failure, StreamLostError) else failure
-                if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == tries:
-                    raise cause from None
-            sleep(call_routes.pause_before(attempt))
-        raise AssertionError("the loop ends by itself")
+                error, is_lost = (failure.cause, True) if isinstance(failure, StreamLostError) else (failure, False)
+                if not is_resent or error.code is not grpc.StatusCode.UNAVAILABLE:
+                    raise error from None
+                pause = resends.pause_after(error, is_lost=is_lost and reached_server(error))
+            sleep(pause)
 
     def _may_stream(self, size: int) -> bool:
         stream = self._stream
         return stream.is_usable and self._routes.may_stream(size, stream.pending_count, is_open=stream.is_open)
 
     def _send_unary(self, call: rpc_calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
-        """Sends a call as a unary call, and once more if a part of its answer is lost; gRPC retries other calls."""
+        """Sends a call as a unary call, and again if its server is lost; gRPC retries other calls."""
         ends_at = time.monotonic() + seconds
-        try:
-            return self._send_once(call, parts, seconds)
-        except AnswerLostError:
-            sleep(call_routes.pause_before(1))
-        try:
-            return self._send_once(call, parts, call_routes.remaining_s(ends_at))
-        except AnswerLostError as lost:
-            raise lost.cause from None
+        resends = call_routes.Resends(self._routes, ends_at)
+        while True:
+            try:
+                return self._send_once(call, parts, call_routes.remaining_s(ends_at))
+            except AnswerLostError as lost:
+                pause = resends.pause_after(lost.cause, is_lost=True)
+            except GradruleError as error:
+                # The server that takes the place of the lost one may not listen yet.
+                pause = resends.pause_after(error, is_lost=False)
+            sleep(pause)
 
     def _send_once(self, call: rpc_calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
         """Sends a call as a unary call. Raises `AnswerLostError` if the connection broke before its end."""
@@ -166,6 +170,7 @@ class CallSender:
             raise lost_or_error(failure, self.target) from None
         except CHANNEL_CLOSED as cause:
             raise closed_error(self.target) from cause
+        self._routes.record_answer()
         return parsed(call.answer, call.decode, answer)
 
     def _method(self, path: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
