@@ -145,7 +145,7 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._warning = RepeatedWarning(_log)
-        self._file = WatchedFile(path, _read_contents, TokenFileError, fallback=_Contents({}))
+        self._file = WatchedFile(path, _read_contents, TokenFileError, fallback=_Contents({}), merge=_merged)
         problems = self._file.value().problems
         if problems:
             raise TokenFileError(problems[0])
@@ -187,6 +187,11 @@ class TokenFile:
 def _read_contents(path: Path) -> _Contents:
     tokens, problems = _read_lines(path)
     return _Contents({bytes.fromhex(token.sha256): token for token in tokens}, problems)
+
+
+def _merged(before: _Contents, after: _Contents) -> _Contents:
+    """Returns the tokens of two readings: some lines may not be written yet."""
+    return _Contents({**before.tokens, **after.tokens})
 
 
 def _read_lines(path: Path) -> tuple[list[Token], list[str]]:

@@ -22,6 +22,9 @@ GRACE_S = 30.0
 # A file of this size is read in milliseconds: some hundred lines of tokens.
 _SMALL_FILE_BYTES = 64 << 10
 
+# A file that was written in place this recently may be written further: its end may be missing.
+_SETTLED_S = 1.0
+
 _FileStamp = tuple[int, int, int]
 
 
@@ -36,6 +39,8 @@ class WatchedFile(Generic[T]):
         read: Reads the file.
         failure: The exceptions that `read` raises for a file that cannot be used.
         fallback: The value once the file could not be read for `GRACE_S`; None: the last value stays.
+        merge: Returns what is valid, from the last value and a new one, while a file is written in place; None: the
+            new value.
     """
 
     def __init__(
@@ -45,11 +50,14 @@ class WatchedFile(Generic[T]):
         failure: type[Exception],
         *,
         fallback: T | None = None,
+        merge: Callable[[T, T], T] | None = None,
     ) -> None:
         self._path = path
         self._read = read
         self._failure = failure
         self._fallback = fallback
+        self._merge = merge
+        self._is_settled = True
         self._lock = threading.Lock()
         self._warning = RepeatedWarning(_log)
         self._problem = ""
@@ -71,8 +79,10 @@ class WatchedFile(Generic[T]):
         """Reads the file if it has changed, or could not be read before. Blocks."""
         with self._lock:
             stamp = self._read_stamp()
-            # A file can become readable without a change of its stamp, so read it again after a failure too.
-            if stamp != self._stamp or self._problem:
+            # A file can become readable without a change of its stamp, so read it again after a failure too. A file
+            # that is being written is read once more when that has ended, since stamps are not exact.
+            if stamp != self._stamp or self._problem or not self._is_settled:
+                self._is_settled = stamp is None or not self._is_being_written(stamp)
                 self._stamp = stamp
                 self._read_again()
             if self._problem:
@@ -82,7 +92,8 @@ class WatchedFile(Generic[T]):
 
     def _read_again(self) -> None:
         try:
-            self._value = self._read(self._path)
+            value = self._read(self._path)
+            self._value = value if self._is_settled or self._merge is None else self._merge(self._value, value)
         except self._failure as cause:
             if not self._problem:
                 self._failed_at = time.monotonic()
@@ -90,6 +101,12 @@ class WatchedFile(Generic[T]):
         else:
             self._problem = ""
             _log.info("%s was read again", self._path)
+
+    def _is_being_written(self, stamp: _FileStamp) -> bool:
+        """Returns whether a file was changed just now, other than by renaming a complete file to its name."""
+        modified_ns, inode, size = stamp
+        is_in_place = self._stamp is None or inode == self._stamp[1] or not size
+        return is_in_place and abs(time.time() - modified_ns / 1e9) < _SETTLED_S
 
     def _consequence(self) -> str:
         """Returns what is valid while the file cannot be read, as a clause; applies the fallback after `GRACE_S`."""

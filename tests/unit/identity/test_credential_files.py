@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,7 @@ def test_invalid_lines_are_logged_and_ignored_after_the_start(tmp_path: Path, ca
     file.write_text(one.line() + two.line()[:-3] + "\n" + three.line() * 2 + deep + "\n" + "\N{BEL}\n")
     with file.open("ab") as raw:
         raw.write(b'{"sha256": "\xff"}\n')
+    settle(file)
     tokens.refresh()
     assert tokens.find(kept) is not None
     # Neither of two lines for one token is used, and a line that is cut off may be about to be revoked.
@@ -225,6 +228,98 @@ def test_file_that_becomes_readable_without_a_change_is_read(tmp_path: Path, mon
     monkeypatch.setattr(Path, "read_bytes", read)
     tokens.refresh()
     assert tokens.find(new) is not None
+
+
+def settle(file: Path) -> None:
+    """Makes a file one that was written a while ago."""
+    long_ago = time.time() - 60
+    os.utime(file, (long_ago, long_ago))
+
+
+@pytest.mark.parametrize("partial", [0, 40, 150])
+def test_token_stays_valid_while_its_file_is_written_in_place(tmp_path: Path, partial: int) -> None:
+    file = tmp_path / "tokens"
+    (kept, one), (removed, two), (added, three) = (new_token("ada") for _ in range(3))
+    for token in (one, two):
+        add_token(file, token)
+    tokens = TokenFile(file)
+    content = (three.line() + one.line()).encode()
+    with file.open("wb", buffering=0) as raw:
+        raw.write(content[:partial])
+        tokens.refresh()
+        # An unknown token makes the server read the file again.
+        assert tokens.find("unknown") is None
+        assert tokens.find(kept) is not None
+        raw.write(content[partial:])
+    tokens.refresh()
+    assert tokens.find(kept) is not None
+    assert tokens.find(added) is not None
+    settle(file)
+    tokens.refresh()
+    assert tokens.find(removed) is None
+    assert tokens.find(kept) is not None
+
+
+def test_change_within_one_tick_of_the_clock_of_files_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    (first, one), (second, two) = new_token("ada"), new_token("ada")
+    now = time.time_ns()
+    file.write_text(one.line())
+    settle(file)
+    tokens = TokenFile(file)
+    for token in (one, two):
+        file.write_text(token.line())
+        os.utime(file, ns=(now, now))
+        tokens.refresh()
+    assert tokens.find(second) is not None
+    settle(file)
+    tokens.refresh()
+    assert tokens.find(first) is None
+
+
+def test_valid_tokens_are_accepted_while_a_file_changes_in_every_way(tmp_path: Path) -> None:
+    """Calls meet a file that is replaced, written in place, deleted for a moment and made unreadable."""
+    file, other = tmp_path / "tokens", tmp_path / "other"
+    text, token = new_token("ada")
+    add_token(file, token)
+    tokens = TokenFile(file)
+    refused: list[str] = []
+    ended = threading.Event()
+
+    def call() -> None:
+        while not ended.is_set():
+            if tokens.find(text) is None:
+                refused.append("find")
+            tokens.find("unknown")
+
+    def check() -> None:
+        while not ended.is_set():
+            tokens.refresh()
+
+    threads = [threading.Thread(target=call) for _ in range(4)] + [threading.Thread(target=check)]
+    for thread in threads:
+        thread.start()
+    for number in range(100):
+        match number % 5:
+            case 0:
+                add_token(file, new_token("grace")[1])
+            case 1:
+                content = file.read_bytes()
+                with file.open("wb", buffering=0) as raw:
+                    for start in range(0, len(content), 100):
+                        raw.write(content[start : start + 100])
+            case 2:
+                file.rename(other)
+                other.rename(file)
+            case 3:
+                file.chmod(0)
+                file.chmod(0o600)
+            case 4:
+                revoke_tokens(file, "grace")
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert refused == []
 
 
 def test_token_that_was_just_added_is_found_without_a_wait(tmp_path: Path) -> None:
