@@ -6,12 +6,13 @@ Lines are JSON objects with `time`, `event` (`registration`, `refusal`, `quarant
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
-from os import O_APPEND, O_CREAT, O_WRONLY
+from os import O_APPEND, O_CREAT, O_WRONLY, SEEK_END
 from os import open as open_file
 from pathlib import Path
 
@@ -67,15 +68,18 @@ class _AuditFile(LineHandler, WatchedFileHandler):
 
     def __init__(self, path: Path) -> None:
         WatchedFileHandler.__init__(self, str(path), encoding="utf-8")
-        self.dropped, self.is_failing = DroppedCount(), False
+        self.dropped, self.is_failing, self.is_torn = DroppedCount(), False, _ends_within_line(path)
         self._failures = RateLimiter(per_second=0.1, burst=1)
 
     def write(self, line: str) -> None:
+        before = self.stream
         self.reopenIfNeeded()
         if self.stream is None:
             # An earlier attempt to open the file again failed.
             self.stream = self._open()
             self._statstream()
+        if self.stream is not before:
+            self.is_torn = _ends_within_line(Path(self.baseFilename))
         super().write(line)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -89,6 +93,17 @@ class _AuditFile(LineHandler, WatchedFileHandler):
             return open_file(path, O_WRONLY | O_APPEND | O_CREAT, _FILE_MODE)
 
         return open(self.baseFilename, "a", encoding="utf-8", opener=owned)
+
+
+def _ends_within_line(path: Path) -> bool:
+    """Returns whether the last line of a file is not complete, as after a full disk or a server that was killed."""
+    with contextlib.suppress(OSError):
+        # To open a named pipe would wait for a writer.
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as file:
+                file.seek(-1, SEEK_END)
+                return file.read(1) != b"\n"
+    return False
 
 
 class AuditLog:

@@ -19,6 +19,7 @@ from typing import TextIO
 
 # Lines that may wait to be written, of a few KiB each at most: enough for a disk that stalls for some seconds.
 _CAPACITY = 10_000
+_NEWLINE = ord("\n")
 # Keys that a rate limiter remembers.
 _MAX_KEYS = 1000
 
@@ -54,6 +55,8 @@ class LineHandler(logging.StreamHandler[TextIO]):
         """Counts lines that could not be written."""
         self.is_failing = False
         """Whether the last line could not be written."""
+        self.is_torn = False
+        """Whether the stream ends within a line, because the rest could not be written."""
 
     def handle(self, record: logging.LogRecord) -> bool:
         is_wanted = bool(self.filter(record))
@@ -72,23 +75,22 @@ class LineHandler(logging.StreamHandler[TextIO]):
 
     def write(self, line: str) -> None:
         """Writes a line; `emit` counts the line as dropped if this raises."""
-        write_line(self.stream, line)
+        try:
+            descriptor = self.stream.fileno()
+        except io.UnsupportedOperation:
+            self.stream.write(line + "\n")
+            return
+        # The end of a line that was dropped must not be the start of this one.
+        text = f"\n{line}\n" if self.is_torn else f"{line}\n"
+        data = memoryview(text.encode(self.stream.encoding or "utf-8", "backslashreplace"))
+        while data:
+            count = os.write(descriptor, data)
+            self.is_torn = count < len(data) and data[count - 1] != _NEWLINE
+            data = data[count:]
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Counts the line as dropped: the failure cannot be logged, and must not fail a request."""
         self.dropped.add()
-
-
-def write_line(stream: TextIO, line: str) -> None:
-    """Writes a line to the file descriptor of a stream, or to the stream if it has none."""
-    try:
-        descriptor = stream.fileno()
-    except io.UnsupportedOperation:
-        stream.write(line + "\n")
-        return
-    data = memoryview(f"{line}\n".encode(stream.encoding or "utf-8", "backslashreplace"))
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 class BackgroundWriter:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import resource
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,7 @@ from gradrule.v1 import blob_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.operations import audit
 from gradrule_server.operations.audit import AuditLog, record_registration
-from gradrule_server.operations.log_writing import RateLimiter
+from gradrule_server.operations.log_writing import LineHandler, RateLimiter
 from gradrule_server.operations.request_record import Observer
 from tests.unit.operations.records import make, peer, refusal
 
@@ -213,6 +218,60 @@ def test_full_disk_is_reported_once_and_fails_no_request(caplog: pytest.LogCaptu
         assert caplog.text.count("cannot be written") == 1
     finally:
         audit.configure("")
+
+
+@contextlib.contextmanager
+def full_disk(file: Path, free_bytes: int) -> Iterator[None]:
+    """Lets no file grow beyond the size that this one has, plus some bytes, as on a full disk."""
+    with file.open("ab") as raw:
+        # Other files of this process must stay below the limit.
+        raw.write(b"x" * (8 << 20) + b"\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + free_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_line_that_a_full_disk_cuts_off_is_counted_and_merges_with_no_other(file: Path, restarts: bool) -> None:
+    log = AuditLog()
+    [handler] = [each for each in audit.LOGGER.handlers if isinstance(each, LineHandler)]
+    log.log_quarantine("before")
+    with full_disk(file, 40):
+        log.log_quarantine("cut off")
+        log.log_quarantine("left out")
+    assert handler.dropped.take() == 2
+    if restarts:
+        audit.configure(str(file))
+    log.log_quarantine("after")
+    log.log_quarantine("last")
+    before, _, cut, *after = file.read_text().splitlines()
+    assert json.loads(before)["detail"] == "before"
+    assert len(cut) == 40
+    assert [json.loads(line)["detail"] for line in after] == ["after", "last"]
+
+
+def test_lines_of_several_writers_are_lost_and_merged_by_no_rotation(file: Path) -> None:
+    """Two servers write one file, which is moved away again and again."""
+    count = 500
+    script = (
+        "import sys; from gradrule_server.operations import audit\n"
+        "audit.configure(sys.argv[1])\n"
+        f"for number in range({count}):\n"
+        "    audit.LOGGER.info('line', extra=audit.fields(detail=f'{sys.argv[2]}-{number}'))"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", script, str(file), name]) for name in ("a", "b")]
+    moved = [file]
+    while any(writer.poll() is None for writer in writers):
+        if file.exists():
+            moved.append(file.with_suffix(f".{len(moved)}"))
+            file.rename(moved[-1])
+        time.sleep(0.01)
+    assert [writer.wait() for writer in writers] == [0, 0]
+    found = sorted(line["detail"] for path in moved if path.exists() for line in lines(path))
+    assert found == sorted(f"{name}-{number}" for name in ("a", "b") for number in range(count))
 
 
 def test_without_a_file_lines_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
