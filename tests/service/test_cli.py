@@ -65,6 +65,8 @@ def test_rule_is_created_shown_and_deleted(shell: Shell) -> None:
     other = shell("rules", "create", "CliRule", "3 * dy")
     assert (other.code, other.out) == (REFUSED, "")
     assert "RULE_EXISTS" in other.err
+    assert "replace it (--replace)" in other.err
+    assert shell("rules", "create", "CliRule", "3 * dy", "--replace", "--json").json["expression"] == "3 * dy"
     assert shell("rules", "delete", "CliRule").code == 0
     gone = shell("rules", "show", "CliRule")
     assert gone.code == REFUSED

@@ -78,7 +78,8 @@ def test_port_in_use_is_refused(server: RunningServer, tmp_path: Path) -> None:
     port = server.target.rpartition(":")[2]
     ended = refused_start("--port", port, "--data-dir", str(tmp_path))
     assert ended.returncode == 1
-    assert port in ended.stderr
+    told = f"gradrule serve: cannot listen on 127.0.0.1:{port}: Address already in use; choose another port: --port\n"
+    assert ended.stderr.endswith(told)
 
 
 def test_second_server_on_same_folder_is_refused(server: RunningServer) -> None:

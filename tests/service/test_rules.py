@@ -49,6 +49,23 @@ def test_equal_content_is_the_same_rule(either: Any, rule: RuleMaker) -> None:
     assert either.create_rule("Same", "2 * dy").digest == either.get_rule("Same").digest
 
 
+def test_rule_is_replaced_but_programs_keep_the_old_one(either: Any) -> None:
+    g = gr.Graph()
+    g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
+    words: dict[str, Any] = {"ys": ["y"], "xs": ["x"], "overrides": {"Sign": "Replaced"}}
+    either.create_rule("Replaced", "2 * dy")
+    try:
+        program = either.compile(g, **words)
+        assert either.create_rule("Replaced", "3 * dy", replace=True).expression == "3 * dy"
+        assert either.evaluate(g, feeds={"x": [1.0]}, **words).gradients["x"].tolist() == [3.0]
+        assert program.evaluate({"x": [1.0]}).gradients["x"].tolist() == [2.0]
+        with refused("RULE_EXISTS") as refusal:
+            either.create_rule("ste_sign", "3 * dy", replace=True)
+        assert "choose another name" in refusal.message
+    finally:
+        either.delete_rule("Replaced")
+
+
 def test_rules_of_all_kinds_are_listed(either: Any) -> None:
     names = {kind: {rule.name for rule in either.list_rules(kind=kind)} for kind in ("op", "builtin")}
     assert {"Identity", "Relu", "MatMul", "Sign"} <= names["op"]

@@ -34,6 +34,8 @@ export interface ListRulesOptions extends CallOptions {
 export interface CreateRuleOptions extends CallOptions {
   readonly params?: ParamDefaults;
   readonly description?: string;
+  /** Whether to replace your rule of this name if it has other content; programs that were compiled with it keep it. */
+  readonly replace?: boolean;
 }
 
 export interface SampleRuleOptions extends CallOptions {
@@ -70,6 +72,7 @@ const CREATE_RULE_OPTIONS = {
   ...CALL_OPTIONS,
   params: true,
   description: true,
+  replace: true,
 } as const satisfies OptionNames<CreateRuleOptions>;
 
 const SAMPLE_RULE_OPTIONS = {
@@ -117,9 +120,9 @@ export class Client {
    */
   async createRule(name: string, form: RuleForm, options: CreateRuleOptions = {}): Promise<Rule> {
     checkOptions(options, CREATE_RULE_OPTIONS, "createRule");
-    const { params = {}, description = "" } = options;
+    const { params = {}, description = "", replace = false } = options;
     const definition = definitionMessage({ ...(typeof form === "string" ? { expression: form } : form), params });
-    const request = { rule: { name: resourceName("rules", name), definition, description } };
+    const request = { rule: { name: resourceName("rules", name), definition, description }, replace };
     return required(readRule, (await this.#channel.unary(RuleService.method.createRule, request, options)).rule);
   }
 

@@ -36,6 +36,7 @@ test("a rule is created, read, listed, sampled and deleted", async () => {
   assert.deepEqual((await client.sampleRule(name, values)).gradients["dx"]?.toArray(), [0, 2, 0]);
   const wide = await client.sampleRule(name, values, { params: { width: 2.5 } });
   assert.deepEqual(wide.gradients["dx"]?.toArray(), [1, 2, 0]);
+  assert.equal((await client.createRule(name, "dy", { replace: true })).expression, "dy");
   await client.deleteRule(name);
   await assert.rejects(client.getRule(name), errors.UnknownRuleError);
 });

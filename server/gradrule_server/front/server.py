@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -254,7 +256,7 @@ class GrpcServer:
                 else self._server.add_secure_port(address, certificates.credentials())
             )
         except RuntimeError as cause:
-            raise OSError(f"cannot listen on {address}: {cause}") from cause
+            raise OSError(f"cannot listen on {address}: {_why_taken(address) or cause}") from cause
         await self._server.start()
         self._accept_loop = _find_accept_loop()
         self._watch.start(port)
@@ -294,6 +296,22 @@ class GrpcServer:
         # In a separate task: gRPC's coroutine clears `sys.exc_info()`, which the caller may be handling.
         await asyncio.create_task(self._server.stop(seconds), name="grpc-stop")
         await self._watch.stop()
+
+
+def _why_taken(address: str) -> str:
+    """Returns why an address cannot be listened on, which gRPC does not say; empty if that is over by now."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, where = found[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen()
+    except OSError as cause:
+        remedy = "; choose another port: --port" if cause.errno == errno.EADDRINUSE else ""
+        return f"{cause.strerror}{remedy}"
+    return ""
 
 
 def _find_accept_loop() -> asyncio.Task[object]:

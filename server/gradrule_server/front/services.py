@@ -76,7 +76,13 @@ class RuleServicer:
             definition = await tenant.program_service.preparer.rule(definition, call.ends_at)
 
         def make() -> rule_pb2.CreateRuleResponse:
-            entry = tenant.rules.create(rule.name, definition, rule.description, is_checked=is_checked)
+            entry = tenant.rules.create(
+                rule.name,
+                definition,
+                rule.description,
+                is_checked=is_checked,
+                may_replace=call.request.replace,
+            )
             return rule_pb2.CreateRuleResponse(rule=rule_message(entry))
 
         return await asyncio.to_thread(make)

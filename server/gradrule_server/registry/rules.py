@@ -120,7 +120,13 @@ class RuleRegistry:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are not a valid {what}") from cause
 
     def create(
-        self, name: str, definition: rule_pb2.RuleDefinition, description: str, *, is_checked: bool = False
+        self,
+        name: str,
+        definition: rule_pb2.RuleDefinition,
+        description: str,
+        *,
+        is_checked: bool = False,
+        may_replace: bool = False,
     ) -> RuleEntry:
         """Registers a USER rule; returns the existing rule if that has equal content (form, params with ranges).
 
@@ -129,6 +135,7 @@ class RuleRegistry:
             definition: The definition.
             description: Text for people.
             is_checked: Whether a compile worker has checked the definition; then its graphs are not parsed here.
+            may_replace: Whether to replace a USER rule of this name with other content or another description.
 
         Raises:
             GradruleError: INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, or an error of
@@ -143,19 +150,22 @@ class RuleRegistry:
             refused = content.check_nodes(self._bounds)
             if refused:
                 raise GradruleError(refused)
-        return self._store.exclusively(lambda: self._create(name, definition, description, content))
+        return self._store.exclusively(lambda: self._create(name, definition, description, content, may_replace))
 
     def _create(
-        self, name: str, definition: rule_pb2.RuleDefinition, description: str, content: RuleContent
+        self, name: str, definition: rule_pb2.RuleDefinition, description: str, content: RuleContent, may_replace: bool
     ) -> RuleEntry:
         """Stores a rule unless its name is taken; no other server writes meanwhile."""
         with self._changing:
             names = self._names
             holder = names.find(name)
             if holder is not None:
-                if holder.kind == rule_pb2.RULE_KIND_USER and _equal(holder.full_content(), content):
+                is_user = holder.kind == rule_pb2.RULE_KIND_USER
+                is_same = is_user and _equal(holder.full_content(), content)
+                if is_same and not (may_replace and holder.description != description):
                     return holder
-                raise _rule_exists(name, holder)
+                if not (may_replace and is_user):
+                    raise _rule_exists(name, holder)
             row = RuleRow(
                 name,
                 definition.SerializeToString(deterministic=True),
@@ -163,12 +173,14 @@ class RuleRegistry:
                 time.time_ns() // 1000,
             )
             entry = user_entry(row, content, self._read_content)
-            unreadable = self._unreadable.get(name)
-            quota = contextlib.nullcontext() if unreadable else self._quota.reserved()
+            old = holder or self._unreadable.get(name)
+            quota = contextlib.nullcontext() if old else self._quota.reserved()
             with quota, self._bytes_quota.reserved(entry.size):
-                self._store.add_rule(row, self._tenant, replaces=unreadable is not None)
-            if unreadable is not None:
-                self._bytes_quota.release(self._unreadable.pop(name).size)
+                self._store.add_rule(row, self._tenant, replaces=old is not None)
+            if old is not None:
+                self._unreadable.pop(name, None)
+                self._bytes_quota.release(old.size)
+            entry = _mark_hiding(entry, names.builtin)
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
 
@@ -396,9 +408,9 @@ def _encoded_params(content: RuleContent) -> list[bytes]:
 
 
 def _rule_exists(name: str, holder: RuleEntry) -> GradruleError:
-    remedy = (
-        "delete it first, or choose another name" if holder.kind == rule_pb2.RULE_KIND_USER else "choose another name"
-    )
+    remedy = "choose another name"
+    if holder.kind == rule_pb2.RULE_KIND_USER:
+        remedy = f"replace it (replace=True), delete it first, or {remedy}"
     return error(
         errors_pb2.ERROR_REASON_RULE_EXISTS,
         f"the name {name!r} is taken by {describe(holder)}; {remedy}",

@@ -156,6 +156,21 @@ def test_an_unknown_rule_of_an_override_may_have_been_a_formula() -> None:
     assert "expr:" not in describe(errors.UnknownRuleError("there is no rule 'dy'."))
 
 
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("unknown name 'a'. … declare a param: params={'a': 1.0}", "declare a param: --param a=1.0"),
+        ("give the file of its authority: credentials=gradrule.tls('ca.pem')", "authority: --tls-ca ca.pem"),
+        ("does not use TLS; connect without credentials", "does not use TLS; leave out the flags for TLS"),
+        ("if it uses TLS, connect with credentials=gradrule.tls(…)", "give --tls, or --tls-ca FILE"),
+        ("no server listens at h:1; start one: gradrule serve", "serve, or name the address of another: --target"),
+        ("cut the path with stop_gradients=['a/b'], or choose", "cut the path with --stop-gradient a/b, or choose"),
+    ],
+)
+def test_errors_advise_flags_instead_of_arguments_of_python(message: str, says: str) -> None:
+    assert says in describe(errors.InvalidExpressionError(message))
+
+
 def test_values_of_a_sampled_rule_are_feeds() -> None:
     parsed = [build_parser().parse_args(["rules", "sample", "ste", flag, "x=[1]"]) for flag in ("--feed", "--value")]
     assert [options.feed for options in parsed] == [[{"x": [1]}]] * 2

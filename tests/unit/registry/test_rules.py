@@ -127,11 +127,31 @@ def test_name_of_another_rule_is_refused(registry: RuleRegistry, other: rule_pb2
         registry.create("Q", other, "")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_RULE_EXISTS
     assert made.create_time is not None
-    for part in ("'Q'", "USER", "a * dy", made.create_time.isoformat(timespec="seconds"), "delete it first"):
+    time = made.create_time.isoformat(timespec="seconds")
+    for part in ("'Q'", "USER", "a * dy", time, "replace it (replace=True), delete it first"):
         assert part in refusal.value.message
     assert refusal.value.resource is not None
     assert refusal.value.resource.name == "rules/Q"
     assert registry.get("Q") is made
+
+
+def test_user_rule_is_replaced_at_once(store: Store) -> None:
+    quota, bytes_quota = Quota(1, "rules", "--tenant-rules"), Quota(10_000, "bytes", "--tenant-registry-bytes")
+    registry = RuleRegistry(store, ReadOnlyRules.from_op_types(OPS, (ALIASED,)), quota=quota, bytes_quota=bytes_quota)
+    registry.create("Q", expression("a * dy", a=1.0), "a long description")
+    revision = registry.revision
+    made = registry.create("Q", expression("2 * dy"), "", may_replace=True)
+    assert registry.get("Q") is made
+    assert (registry.revision, len(registry)) == (revision + 1, 1)
+    assert (quota.used, bytes_quota.used) == (1, store.kept_bytes())
+    assert rule_message(RuleRegistry(store, OPS).get("Q")) == rule_message(made)
+    # Equal content with another description replaces the description, otherwise nothing is written.
+    assert registry.create("Q", expression("2 * dy"), "", may_replace=True) is made
+    assert registry.create("Q", expression("2 * dy"), "doubles", may_replace=True).description == "doubles"
+    for taken in ("ste_sign", "hard_tanh_ste", "Sign"):
+        with pytest.raises(GradruleError) as refusal:
+            registry.create(taken, expression("2 * dy"), "", may_replace=True)
+        assert refusal.value.reason == errors_pb2.ERROR_REASON_RULE_EXISTS
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gradrule._builder import blob_values
 from gradrule._builder.graph_lookup import GraphLookup, GraphTypes
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.indexing import index
-from gradrule._builder.names import UniqueNames, is_node_name
+from gradrule._builder.names import UniqueNames, counted, is_node_name
 from gradrule._builder.node_arguments import (
     Conversion,
     array_of_type,
@@ -135,7 +135,7 @@ class Graph(GraphLookup, GraphOps):
         return True
 
     def __repr__(self) -> str:
-        return f"<Graph of {len(self)} nodes>"
+        return f"<Graph of {counted(len(self), 'node')}>"
 
     @property
     def node_overrides(self) -> tuple[Override, ...]:

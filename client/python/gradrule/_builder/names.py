@@ -29,6 +29,11 @@ def split(tensor: str) -> tuple[str, int]:
     return (node, int(index)) if colon and index.isdecimal() else (tensor, 0)
 
 
+def counted(count: int, what: str) -> str:
+    """Returns `1 rule`, `2 rules`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ` Did you mean 'sign'?` if a known name is similar, else an empty string."""
     known = list(known)

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes
-from gradrule._builder.names import ByName, bare, split
+from gradrule._builder.names import ByName, bare, counted, split
 from gradrule._builder.notebook_text import html_block, html_line, html_table, names_text, short_repr
 from gradrule._builder.overrides import Overrides
 from gradrule._comparison import numeric_gradients
@@ -115,7 +115,7 @@ class Comparison:
     notes: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return short_repr(f"<Comparison of {names_text(self.labels)}: {len(self.rows)} rows>")
+        return short_repr(f"<Comparison of {names_text(self.labels)}: {counted(len(self.rows), 'row')}>")
 
     def _repr_html_(self) -> str:
         cells = {(row.tensor, row.label): _norm_text(row) for row in self.rows}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradrule._builder.names import split
+from gradrule._builder.names import counted, split
 from gradrule._picture import text
 from gradrule._picture.facts import ACTIVE, Fact, Facts
 from gradrule._picture.reading import ROOT, Structure
@@ -192,7 +192,7 @@ def _titles(tree: Tree, structure: Structure, order: Sequence[int]) -> list[str]
 
 
 def _heading(structure: Structure, facts: Facts) -> list[tuple[str, str]]:
-    lines = [("", f"{len(structure.leaves)} nodes")]
+    lines = [("", counted(len(structure.leaves), "node"))]
     for pill, names in (("y", facts.ys), ("x", facts.xs)):
         if names:
             lines.append((pill, f"{pill}s: {text.shortened(text.clean(', '.join(names)), _MAX_HEADING)}"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 
 from gradrule._builder.array_html import tensors_table
-from gradrule._builder.names import ByName, bare
+from gradrule._builder.names import ByName, bare, counted
 from gradrule._builder.notebook_text import (
     html_block,
     html_line,
@@ -58,7 +58,7 @@ class Sparse:
 
     def __repr__(self) -> str:
         sizes = [int(size) for size in self.dense_shape]
-        return short_repr(f"<Sparse {self.values.dtype} of shape {sizes}: {len(self.indices)} slices>")
+        return short_repr(f"<Sparse {self.values.dtype} of shape {sizes}: {counted(len(self.indices), 'slice')}>")
 
     def to_dense(self) -> Array:
         """Returns the whole gradient, of shape `dense_shape`."""
@@ -231,7 +231,7 @@ class Result:
         return Digests(self._answer.rest.digests.graph, self._answer.rest.digests.program)
 
     def __repr__(self) -> str:
-        counts = f"{len(self.overrides)} overrides, {self.device or 'device unknown'}"
+        counts = f"{counted(len(self.overrides), 'override')}, {self.device or 'device unknown'}"
         return short_repr(
             f"<Result outputs: {names_text(self.outputs)}; gradients: {names_text(self.gradients)}; {counts}>"
         )
@@ -380,10 +380,10 @@ class Explanation:
     graph: bytes = field(default=b"", repr=False)
 
     def __repr__(self) -> str:
-        problems = f"{len(self.findings)} findings" if self.findings else "no findings"
+        problems = counted(len(self.findings), "finding") if self.findings else "no findings"
         return short_repr(
-            f"<Explanation ys: {names_text(self.ys)}; xs: {names_text(self.xs)}; {len(self.overrides)} overrides, "
-            f"{problems}>"
+            f"<Explanation ys: {names_text(self.ys)}; xs: {names_text(self.xs)}; "
+            f"{counted(len(self.overrides), 'override')}, {problems}>"
         )
 
     def _repr_html_(self) -> str:

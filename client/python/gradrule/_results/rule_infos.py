@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from gradrule._builder.array_html import tensors_table
+from gradrule._builder.names import counted
 from gradrule._builder.notebook_text import html_block, html_line, html_table, names_text, short_digest, short_repr
 from gradrule._builder.rules import Rule
 from gradrule._results.call_results import array
@@ -103,7 +104,7 @@ class PresetInfo:
     params: tuple[ParamInfo, ...]
 
     def __repr__(self) -> str:
-        return short_repr(f"<PresetInfo {self.name!r}: {len(self.overrides)} overrides>")
+        return short_repr(f"<PresetInfo {self.name!r}: {counted(len(self.overrides), 'override')}>")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradrule._builder.names import counted
 from gradrule._builder.notebook_text import short_repr
 from gradrule.v1 import admin_pb2
 
@@ -177,7 +178,7 @@ class ServerStatus:
     def __repr__(self) -> str:
         state = "ready" if self.ready else "not ready"
         return short_repr(
-            f"<ServerStatus {self.version}, {state}, {len(self.engines)} engines, up {self.uptime:.0f} s>"
+            f"<ServerStatus {self.version}, {state}, {counted(len(self.engines), 'engine')}, up {self.uptime:.0f} s>"
         )
 
 

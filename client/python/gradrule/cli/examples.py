@@ -18,6 +18,7 @@ EXAMPLES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("rules", "create"): (
         "gradrule rules create HalfGrad '0.5 * dy'",
         "gradrule rules create Scaled 'a * dy' --param a=0.5 --description 'Scales the gradient.'",
+        "gradrule rules create HalfGrad '0.25 * dy' --replace",
         "gradrule rules create FromGraph --graph rule.pb",
         "gradrule rules create FromFile - < formula.txt",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
 
@@ -24,6 +25,18 @@ EXIT_CODES = {
     INTERRUPTED: "interrupted by Ctrl-C",
 }
 """Meanings of exit codes; `serve`, `token`, `registry` and `gateway` have those of the server."""
+# What messages advise users of the Python client, and the flags that do the same.
+_FLAGS = (
+    (re.compile(r"params=\{'(\w+)': ([^}]+)\}"), r"--param \1=\2"),
+    (re.compile(r"credentials=gradrule\.tls\('([^']+)'\)"), r"--tls-ca \1"),
+    (re.compile(r"connect with credentials=gradrule\.tls\(…\)"), "give --tls, or --tls-ca FILE"),
+    (re.compile(r"connect without credentials"), "leave out the flags for TLS"),
+    (re.compile(r"insecure_token=True"), "--insecure-token"),
+    (re.compile(r"stop_gradients=\['([^']+)'\]"), r"--stop-gradient \1"),
+    (re.compile(r"no_gradient='default', 'pass' or 'zero'"), "--no-gradient default, pass or zero"),
+    (re.compile(r"replace=True"), "--replace"),
+    (re.compile(r"(start one: gradrule serve)$"), r"\1, or name the address of another: --target HOST:PORT"),
+)
 _NO_ANSWER = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
 _REASONS = {USAGE: "USAGE", REFUSED: "REFUSED", UNREACHABLE: "UNAVAILABLE"}
 
@@ -56,8 +69,8 @@ class Reporter:
         code = UNREACHABLE if failure.reason in _NO_ANSWER else REFUSED
         told = {
             "reason": failure.reason,
-            "message": failure.message,
-            "details": [asdict(detail) for detail in failure.details],
+            "message": in_flags(failure.message),
+            "details": [asdict(detail) | {"message": in_flags(detail.message)} for detail in failure.details],
             "retry_delay": failure.retry_delay,
             "request_id": failure.request_id,
             "exit_code": code,
@@ -77,7 +90,7 @@ def missing_extra(what: str, extra: str) -> CommandError:
 
 def describe(failure: GradruleError) -> str:
     """Formats an error: reason, message, all findings with their fields, and the time of a retry."""
-    lines = [str(failure)]
+    lines = [in_flags(line) for line in str(failure).splitlines()]
     fields = [f"{detail.field}" for detail in failure.details if detail.field]
     if fields:
         lines.append(f"  at: {', '.join(dict.fromkeys(fields))}")
@@ -86,3 +99,10 @@ def describe(failure: GradruleError) -> str:
     if failure.retry_delay is not None:
         lines.append(f"  retry after {failure.retry_delay:g} s")
     return "\n".join(lines)
+
+
+def in_flags(message: str) -> str:
+    """Returns a message with flags of the command line instead of arguments of the Python client."""
+    for argument, flag in _FLAGS:
+        message = argument.sub(flag, message)
+    return message

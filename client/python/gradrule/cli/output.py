@@ -102,11 +102,6 @@ def table(
             screen.print(drawn_table(title, columns, cells, width=screen.width, is_cut=is_cut))
 
 
-def counted(count: int, what: str) -> str:
-    """Returns `1 rule`, `2 rules`."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
 def drawn_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, width: int, is_cut: bool = False
 ) -> RenderableType:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from gradrule._builder.names import counted
 from gradrule._builder.specs import TensorSpec
 from gradrule.cli import output
 from gradrule.cli.call_flags import GRAPH_HELP, add_program_flags, load_graph, program_arguments
@@ -71,7 +72,7 @@ def run_list(options: argparse.Namespace) -> int:
         for program in programs
     ]
     columns = ("name", "feeds", "fetches", "gradient of", "compiled")
-    output.table(screen, output.counted(len(programs), "program"), columns, rows)
+    output.table(screen, counted(len(programs), "program"), columns, rows)
     if not rows:
         screen.print("no programs")
     return 0

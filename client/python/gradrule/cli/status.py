@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from gradrule._builder.names import counted
 from gradrule.cli import output
 from gradrule.cli.connection import connect_to_one_server, credentials, finish, seconds
 from gradrule.cli.failures import FOUND
@@ -95,7 +96,7 @@ def _head(status: ServerStatus, target: str) -> str:
     return (
         f"gradrule {status.version} at {target}{host}, TensorFlow {status.tensorflow_version or '?'}: {state}, "
         f"up {duration_text(status.uptime)}, {usage_text(status.requests)} requests, "
-        f"{output.counted(status.spare_engines, 'spare engine')}"
+        f"{counted(status.spare_engines, 'spare engine')}"
     )
 
 

@@ -27,7 +27,7 @@ from gradrule.v1 import graph_pb2 as gradrule_dot_v1_dot_graph__pb2
 from gradrule.v1 import tensor_pb2 as gradrule_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gradrule/v1/rule.proto\x12\x0bgradrule.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17gradrule/v1/graph.proto\x1a\x18gradrule/v1/tensor.proto\"p\n\x0bGraphSource\x12*\n\x0cinline_graph\x18\x01 \x01(\x0b\x32\x12.gradrule.v1.GraphH\x00\x12\x14\n\nserialized\x18\x02 \x01(\x0cH\x00\x12\x15\n\x0b\x62lob_sha256\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"N\n\nParamValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12%\n\x06tensor\x18\x02 \x01(\x0b\x32\x13.gradrule.v1.TensorH\x00\x42\x07\n\x05value\"m\n\tRuleParam\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\rdefault_value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\r\n\x05range\x18\x04 \x01(\t\"\xb0\x01\n\x0eRuleDefinition\x12\x14\n\nexpression\x18\x01 \x01(\tH\x00\x12)\n\x05graph\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.GraphSourceH\x00\x12&\n\x06params\x18\x03 \x03(\x0b\x32\x16.gradrule.v1.RuleParam\x12-\n\x08gradient\x18\x04 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinitionB\x06\n\x04\x66orm\"\xed\x02\n\x04Rule\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.gradrule.v1.RuleKind\x12/\n\ndefinition\x18\x03 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinition\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x10\n\x08op_types\x18\x05 \x03(\t\x12\x11\n\treference\x18\x06 \x01(\t\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\nper_sample\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x0f\n\x07\x61liases\x18\n \x03(\t\x12\x0f\n\x07\x66ormula\x18\x0b \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x0c \x01(\t\x12\x15\n\rhides_builtin\x18\r \x01(\x08\x12\x15\n\rtrue_gradient\x18\x0e \x01(\x08\x42\r\n\x0b_per_sample\"4\n\x11\x43reateRuleRequest\x12\x1f\n\x04rule\x18\x01 \x01(\x0b\x32\x11.gradrule.v1.Rule\"5\n\x12\x43reateRuleResponse\x12\x1f\n\x04rule\x18\x01 \x01(\x0b\x32\x11.gradrule.v1.Rule\"\x1e\n\x0eGetRuleRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"2\n\x0fGetRuleResponse\x12\x1f\n\x04rule\x18\x01 \x01(\x0b\x32\x11.gradrule.v1.Rule\"^\n\x10ListRulesRequest\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.gradrule.v1.RuleKind\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"N\n\x11ListRulesResponse\x12 \n\x05rules\x18\x01 \x03(\x0b\x32\x11.gradrule.v1.Rule\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x11\x44\x65leteRuleRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12\x44\x65leteRuleResponse\"\x9f\x03\n\x11SampleRuleRequest\x12\x0e\n\x04name\x18\x01 \x01(\tH\x00\x12\x31\n\ndefinition\x18\x02 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinitionH\x00\x12(\n\x06values\x18\x03 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12:\n\x06params\x18\x04 \x03(\x0b\x32*.gradrule.v1.SampleRuleRequest.ParamsEntry\x12\x0f\n\x07op_type\x18\x05 \x01(\t\x12\x38\n\x05\x61ttrs\x18\x06 \x03(\x0b\x32).gradrule.v1.SampleRuleRequest.AttrsEntry\x1a\x46\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\x1a\x44\n\nAttrsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.gradrule.v1.AttrValue:\x02\x38\x01\x42\x08\n\x06source\"l\n\x12SampleRuleResponse\x12+\n\tgradients\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\"y\n\x06Preset\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x11\n\treference\x18\x03 \x01(\t\x12\x11\n\toverrides\x18\x04 \x03(\t\x12&\n\x06params\x18\x05 \x03(\x0b\x32\x16.gradrule.v1.RuleParam\"\x14\n\x12ListPresetsRequest\";\n\x13ListPresetsResponse\x12$\n\x07presets\x18\x01 \x03(\x0b\x32\x13.gradrule.v1.Preset*b\n\x08RuleKind\x12\x19\n\x15RULE_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cRULE_KIND_OP\x10\x01\x12\x15\n\x11RULE_KIND_BUILTIN\x10\x02\x12\x12\n\x0eRULE_KIND_USER\x10\x03\x32\xde\x03\n\x0bRuleService\x12M\n\nCreateRule\x12\x1e.gradrule.v1.CreateRuleRequest\x1a\x1f.gradrule.v1.CreateRuleResponse\x12\x44\n\x07GetRule\x12\x1b.gradrule.v1.GetRuleRequest\x1a\x1c.gradrule.v1.GetRuleResponse\x12J\n\tListRules\x12\x1d.gradrule.v1.ListRulesRequest\x1a\x1e.gradrule.v1.ListRulesResponse\x12M\n\nDeleteRule\x12\x1e.gradrule.v1.DeleteRuleRequest\x1a\x1f.gradrule.v1.DeleteRuleResponse\x12M\n\nSampleRule\x12\x1e.gradrule.v1.SampleRuleRequest\x1a\x1f.gradrule.v1.SampleRuleResponse\x12P\n\x0bListPresets\x12\x1f.gradrule.v1.ListPresetsRequest\x1a .gradrule.v1.ListPresetsResponseBS\n\x0f\x63om.gradrule.v1B\tRuleProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gradrule/v1/rule.proto\x12\x0bgradrule.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17gradrule/v1/graph.proto\x1a\x18gradrule/v1/tensor.proto\"p\n\x0bGraphSource\x12*\n\x0cinline_graph\x18\x01 \x01(\x0b\x32\x12.gradrule.v1.GraphH\x00\x12\x14\n\nserialized\x18\x02 \x01(\x0cH\x00\x12\x15\n\x0b\x62lob_sha256\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"N\n\nParamValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12%\n\x06tensor\x18\x02 \x01(\x0b\x32\x13.gradrule.v1.TensorH\x00\x42\x07\n\x05value\"m\n\tRuleParam\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\rdefault_value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\r\n\x05range\x18\x04 \x01(\t\"\xb0\x01\n\x0eRuleDefinition\x12\x14\n\nexpression\x18\x01 \x01(\tH\x00\x12)\n\x05graph\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.GraphSourceH\x00\x12&\n\x06params\x18\x03 \x03(\x0b\x32\x16.gradrule.v1.RuleParam\x12-\n\x08gradient\x18\x04 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinitionB\x06\n\x04\x66orm\"\xed\x02\n\x04Rule\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.gradrule.v1.RuleKind\x12/\n\ndefinition\x18\x03 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinition\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x10\n\x08op_types\x18\x05 \x03(\t\x12\x11\n\treference\x18\x06 \x01(\t\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\nper_sample\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x0f\n\x07\x61liases\x18\n \x03(\t\x12\x0f\n\x07\x66ormula\x18\x0b \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x0c \x01(\t\x12\x15\n\rhides_builtin\x18\r \x01(\x08\x12\x15\n\rtrue_gradient\x18\x0e \x01(\x08\x42\r\n\x0b_per_sample\"E\n\x11\x43reateRuleRequest\x12\x1f\n\x04rule\x18\x01 \x01(\x0b\x32\x11.gradrule.v1.Rule\x12\x0f\n\x07replace\x18\x02 \x01(\x08\"5\n\x12\x43reateRuleResponse\x12\x1f\n\x04rule\x18\x01 \x01(\x0b\x32\x11.gradrule.v1.Rule\"\x1e\n\x0eGetRuleRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"2\n\x0fGetRuleResponse\x12\x1f\n\x04rule\x18\x01 \x01(\x0b\x32\x11.gradrule.v1.Rule\"^\n\x10ListRulesRequest\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.gradrule.v1.RuleKind\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"N\n\x11ListRulesResponse\x12 \n\x05rules\x18\x01 \x03(\x0b\x32\x11.gradrule.v1.Rule\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x11\x44\x65leteRuleRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12\x44\x65leteRuleResponse\"\x9f\x03\n\x11SampleRuleRequest\x12\x0e\n\x04name\x18\x01 \x01(\tH\x00\x12\x31\n\ndefinition\x18\x02 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinitionH\x00\x12(\n\x06values\x18\x03 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12:\n\x06params\x18\x04 \x03(\x0b\x32*.gradrule.v1.SampleRuleRequest.ParamsEntry\x12\x0f\n\x07op_type\x18\x05 \x01(\t\x12\x38\n\x05\x61ttrs\x18\x06 \x03(\x0b\x32).gradrule.v1.SampleRuleRequest.AttrsEntry\x1a\x46\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\x1a\x44\n\nAttrsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.gradrule.v1.AttrValue:\x02\x38\x01\x42\x08\n\x06source\"l\n\x12SampleRuleResponse\x12+\n\tgradients\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\"y\n\x06Preset\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x11\n\treference\x18\x03 \x01(\t\x12\x11\n\toverrides\x18\x04 \x03(\t\x12&\n\x06params\x18\x05 \x03(\x0b\x32\x16.gradrule.v1.RuleParam\"\x14\n\x12ListPresetsRequest\";\n\x13ListPresetsResponse\x12$\n\x07presets\x18\x01 \x03(\x0b\x32\x13.gradrule.v1.Preset*b\n\x08RuleKind\x12\x19\n\x15RULE_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cRULE_KIND_OP\x10\x01\x12\x15\n\x11RULE_KIND_BUILTIN\x10\x02\x12\x12\n\x0eRULE_KIND_USER\x10\x03\x32\xde\x03\n\x0bRuleService\x12M\n\nCreateRule\x12\x1e.gradrule.v1.CreateRuleRequest\x1a\x1f.gradrule.v1.CreateRuleResponse\x12\x44\n\x07GetRule\x12\x1b.gradrule.v1.GetRuleRequest\x1a\x1c.gradrule.v1.GetRuleResponse\x12J\n\tListRules\x12\x1d.gradrule.v1.ListRulesRequest\x1a\x1e.gradrule.v1.ListRulesResponse\x12M\n\nDeleteRule\x12\x1e.gradrule.v1.DeleteRuleRequest\x1a\x1f.gradrule.v1.DeleteRuleResponse\x12M\n\nSampleRule\x12\x1e.gradrule.v1.SampleRuleRequest\x1a\x1f.gradrule.v1.SampleRuleResponse\x12P\n\x0bListPresets\x12\x1f.gradrule.v1.ListPresetsRequest\x1a .gradrule.v1.ListPresetsResponseBS\n\x0f\x63om.gradrule.v1B\tRuleProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,8 +39,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLERULEREQUEST_PARAMSENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLERULEREQUEST_ATTRSENTRY']._loaded_options = None
   _globals['_SAMPLERULEREQUEST_ATTRSENTRY']._serialized_options = b'8\001'
-  _globals['_RULEKIND']._serialized_start=2135
-  _globals['_RULEKIND']._serialized_end=2233
+  _globals['_RULEKIND']._serialized_start=2152
+  _globals['_RULEKIND']._serialized_end=2250
   _globals['_GRAPHSOURCE']._serialized_start=123
   _globals['_GRAPHSOURCE']._serialized_end=235
   _globals['_PARAMVALUE']._serialized_start=237
@@ -52,35 +52,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RULE']._serialized_start=608
   _globals['_RULE']._serialized_end=973
   _globals['_CREATERULEREQUEST']._serialized_start=975
-  _globals['_CREATERULEREQUEST']._serialized_end=1027
-  _globals['_CREATERULERESPONSE']._serialized_start=1029
-  _globals['_CREATERULERESPONSE']._serialized_end=1082
-  _globals['_GETRULEREQUEST']._serialized_start=1084
-  _globals['_GETRULEREQUEST']._serialized_end=1114
-  _globals['_GETRULERESPONSE']._serialized_start=1116
-  _globals['_GETRULERESPONSE']._serialized_end=1166
-  _globals['_LISTRULESREQUEST']._serialized_start=1168
-  _globals['_LISTRULESREQUEST']._serialized_end=1262
-  _globals['_LISTRULESRESPONSE']._serialized_start=1264
-  _globals['_LISTRULESRESPONSE']._serialized_end=1342
-  _globals['_DELETERULEREQUEST']._serialized_start=1344
-  _globals['_DELETERULEREQUEST']._serialized_end=1377
-  _globals['_DELETERULERESPONSE']._serialized_start=1379
-  _globals['_DELETERULERESPONSE']._serialized_end=1399
-  _globals['_SAMPLERULEREQUEST']._serialized_start=1402
-  _globals['_SAMPLERULEREQUEST']._serialized_end=1817
-  _globals['_SAMPLERULEREQUEST_PARAMSENTRY']._serialized_start=1667
-  _globals['_SAMPLERULEREQUEST_PARAMSENTRY']._serialized_end=1737
-  _globals['_SAMPLERULEREQUEST_ATTRSENTRY']._serialized_start=1739
-  _globals['_SAMPLERULEREQUEST_ATTRSENTRY']._serialized_end=1807
-  _globals['_SAMPLERULERESPONSE']._serialized_start=1819
-  _globals['_SAMPLERULERESPONSE']._serialized_end=1927
-  _globals['_PRESET']._serialized_start=1929
-  _globals['_PRESET']._serialized_end=2050
-  _globals['_LISTPRESETSREQUEST']._serialized_start=2052
-  _globals['_LISTPRESETSREQUEST']._serialized_end=2072
-  _globals['_LISTPRESETSRESPONSE']._serialized_start=2074
-  _globals['_LISTPRESETSRESPONSE']._serialized_end=2133
-  _globals['_RULESERVICE']._serialized_start=2236
-  _globals['_RULESERVICE']._serialized_end=2714
+  _globals['_CREATERULEREQUEST']._serialized_end=1044
+  _globals['_CREATERULERESPONSE']._serialized_start=1046
+  _globals['_CREATERULERESPONSE']._serialized_end=1099
+  _globals['_GETRULEREQUEST']._serialized_start=1101
+  _globals['_GETRULEREQUEST']._serialized_end=1131
+  _globals['_GETRULERESPONSE']._serialized_start=1133
+  _globals['_GETRULERESPONSE']._serialized_end=1183
+  _globals['_LISTRULESREQUEST']._serialized_start=1185
+  _globals['_LISTRULESREQUEST']._serialized_end=1279
+  _globals['_LISTRULESRESPONSE']._serialized_start=1281
+  _globals['_LISTRULESRESPONSE']._serialized_end=1359
+  _globals['_DELETERULEREQUEST']._serialized_start=1361
+  _globals['_DELETERULEREQUEST']._serialized_end=1394
+  _globals['_DELETERULERESPONSE']._serialized_start=1396
+  _globals['_DELETERULERESPONSE']._serialized_end=1416
+  _globals['_SAMPLERULEREQUEST']._serialized_start=1419
+  _globals['_SAMPLERULEREQUEST']._serialized_end=1834
+  _globals['_SAMPLERULEREQUEST_PARAMSENTRY']._serialized_start=1684
+  _globals['_SAMPLERULEREQUEST_PARAMSENTRY']._serialized_end=1754
+  _globals['_SAMPLERULEREQUEST_ATTRSENTRY']._serialized_start=1756
+  _globals['_SAMPLERULEREQUEST_ATTRSENTRY']._serialized_end=1824
+  _globals['_SAMPLERULERESPONSE']._serialized_start=1836
+  _globals['_SAMPLERULERESPONSE']._serialized_end=1944
+  _globals['_PRESET']._serialized_start=1946
+  _globals['_PRESET']._serialized_end=2067
+  _globals['_LISTPRESETSREQUEST']._serialized_start=2069
+  _globals['_LISTPRESETSREQUEST']._serialized_end=2089
+  _globals['_LISTPRESETSRESPONSE']._serialized_start=2091
+  _globals['_LISTPRESETSRESPONSE']._serialized_end=2150
+  _globals['_RULESERVICE']._serialized_start=2253
+  _globals['_RULESERVICE']._serialized_end=2731
 # @@protoc_insertion_point(module_scope)

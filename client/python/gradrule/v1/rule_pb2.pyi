@@ -282,6 +282,9 @@ class CreateRuleRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RULE_FIELD_NUMBER: builtins.int
+    REPLACE_FIELD_NUMBER: builtins.int
+    replace: builtins.bool
+    """True: replace a USER rule of this name that has other content, at once. Programs that were compiled with the old rule keep it."""
     @property
     def rule(self) -> global___Rule:
         """The rule. `name` and `definition` are required, `description` is optional, all other fields are ignored."""
@@ -290,9 +293,10 @@ class CreateRuleRequest(google.protobuf.message.Message):
         self,
         *,
         rule: global___Rule | None = ...,
+        replace: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rule", b"rule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rule", b"rule"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replace", b"replace", "rule", b"rule"]) -> None: ...
 
 global___CreateRuleRequest = CreateRuleRequest
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradrule._builder.names import counted
 from gradrule._results.call_results import Explanation, Result, Sparse
 from gradrule._results.rule_infos import SampleResult
 from gradrule.errors import InvalidParamError, UnknownTensorError
@@ -80,7 +81,11 @@ def draw_explanation(ax: Axes, explanation: Explanation) -> None:
         ax.annotate(
             str(sum(counts[rule])), (sum(counts[rule]), place), xytext=(3, 0), textcoords="offset points", va="center"
         )
-    title = "Nodes by rule" if not explanation.findings else f"{len(explanation.findings)} findings: no rule is used"
+    title = (
+        "Nodes by rule"
+        if not explanation.findings
+        else f"{counted(len(explanation.findings), 'finding')}: no rule is used"
+    )
     ax.set(title=title, xlabel="number of nodes", ylabel="rule")
     ax.invert_yaxis()
     ax.margins(x=0.12)

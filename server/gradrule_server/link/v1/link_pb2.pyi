@@ -2447,6 +2447,9 @@ class RawCreateRuleRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RULE_FIELD_NUMBER: builtins.int
+    REPLACE_FIELD_NUMBER: builtins.int
+    replace: builtins.bool
+    """As in `gradrule.v1.CreateRuleRequest`."""
     @property
     def rule(self) -> global___RawRule:
         """As in `gradrule.v1.CreateRuleRequest`."""
@@ -2455,9 +2458,10 @@ class RawCreateRuleRequest(google.protobuf.message.Message):
         self,
         *,
         rule: global___RawRule | None = ...,
+        replace: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rule", b"rule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rule", b"rule"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replace", b"replace", "rule", b"rule"]) -> None: ...
 
 global___RawCreateRuleRequest = RawCreateRuleRequest
 

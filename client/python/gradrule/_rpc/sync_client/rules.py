@@ -30,6 +30,7 @@ class RuleMethods(ClientBase):
         params: Params | Iterable[str] | None = None,
         gradient: Rule | None = None,
         description: str = "",
+        replace: bool = False,
         timeout: float | None = None,
     ) -> rule_infos.RuleInfo:
         """Registers a rule: an expression over `x, y, dy, default` and params, or a graph.
@@ -41,6 +42,7 @@ class RuleMethods(ClientBase):
             params: Default values by name, None for a param that each use must give a value; or only names.
             gradient: The rule for the gradient of this rule, see `Rule`.
             description: Text for readers.
+            replace: Replace your rule of this name if it has other content; programs compiled with it keep it.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
@@ -49,13 +51,13 @@ class RuleMethods(ClientBase):
         Raises:
             InvalidExpressionError: The expression cannot be read.
             InvalidRuleError: The rule is not valid.
-            RuleExistsError: The name belongs to a rule with other content.
+            RuleExistsError: The name belongs to a rule with other content, and `replace` is not set.
         """
         definition = Rule(expression, graph=graph, params=params, gradient=gradient).definition()
         rule = rule_pb2.Rule(name=rpc_calls.full_name("rules", name), definition=definition, description=description)
         return self._unary(
             "RuleService/CreateRule",
-            rule_pb2.CreateRuleRequest(rule=rule),
+            rule_pb2.CreateRuleRequest(rule=rule, replace=replace),
             rule_pb2.CreateRuleResponse,
             lambda response: rule_infos.rule_info(response.rule),
             timeout,

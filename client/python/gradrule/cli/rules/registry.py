@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from gradrule._builder.names import counted
 from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import output, parsing
 from gradrule.cli.call_flags import load_graph
@@ -42,7 +43,7 @@ def add(group: Any) -> None:
     parser = group.add_parser(
         "create",
         help="register a rule",
-        description="Registers a rule. Fails if the name belongs to a rule with other content.",
+        description="Registers a rule. Fails if the name belongs to a rule with other content, without --replace.",
     )
     parser.add_argument("name", metavar="NAME")
     parser.add_argument(
@@ -70,6 +71,9 @@ def add(group: Any) -> None:
         "outputs and dy, its y are the rule's gradients",
     )
     parser.add_argument("--description", default="", help="what the rule is for")
+    parser.add_argument(
+        "--replace", action="store_true", help="replace your rule of this name; programs compiled with it keep it"
+    )
     finish(parser, run_create)
 
     parser = group.add_parser("delete", help="delete a user's rule; programs compiled with it keep it")
@@ -107,11 +111,11 @@ def run_list(options: argparse.Namespace) -> int:
         for rule in shown
     ]
     columns = ("name", "family", "description", "formula", "params")
-    output.table(screen, output.counted(len(shown), "rule"), columns, rows, one_line=True)
+    output.table(screen, counted(len(shown), "rule"), columns, rows, one_line=True)
     if screen.is_terminal and rows:
         screen.print("`gradrule rules show NAME` shows a rule in full")
     if len(shown) < len(rules):
-        screen.print(f"and {output.counted(len(rules) - len(shown), 'gradient')} of TensorFlow's ops: --kind op")
+        screen.print(f"and {counted(len(rules) - len(shown), 'gradient')} of TensorFlow's ops: --kind op")
     if not rows:
         wanted = {"of kind": options.kind, "of family": options.family, "with": options.search}
         screen.print(" ".join(["no rules", *(f"{word} {value}" for word, value in wanted.items() if value)]))
@@ -179,9 +183,7 @@ def run_presets(options: argparse.Namespace) -> int:
             [preset.name, rule_text.params_text(preset.params), "\n".join(preset.overrides), preset.description]
             for preset in presets
         ]
-        output.table(
-            screen, output.counted(len(presets), "preset"), ("name", "params", "overrides", "description"), rows
-        )
+        output.table(screen, counted(len(presets), "preset"), ("name", "params", "overrides", "description"), rows)
         return 0
     (preset,) = presets
     about = [
@@ -207,6 +209,7 @@ def run_create(options: argparse.Namespace) -> int:
             params=dict(options.param) or None,
             gradient=None if options.gradient is None else gr.Rule(options.gradient, params=dict(options.param)),
             description=options.description,
+            replace=options.replace,
         )
     print_rule(rule, options.json)
     return 0
