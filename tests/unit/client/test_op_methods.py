@@ -193,3 +193,37 @@ def test_snake_case_is_tensorflows() -> None:
 def test_every_snake_name_is_a_method() -> None:
     names = [name for name in op_definitions.names() if name.isidentifier() and not name.startswith("_")]
     assert [name for name in names if op_type_of(snake_case(name)) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words", "fits"),
+    [
+        ([2, 3], [2, 3], {}, False),
+        ([2, 3], [3, 2], {}, True),
+        ([2, 3], [2, 3], {"transpose_a": True}, True),
+        ([2, 3], [2, 3], {"transpose_b": True}, True),
+        ([2, 3], [3, 2], {"transpose_a": True}, False),
+        ([5, 2, 3], [5, 2, 3], {}, False),
+        ([5, 2, 3], [3, 4], {}, True),
+        ([None, None], [2, 3], {}, True),
+        ([None, 4], [3, 3], {}, False),
+        (None, [2, 3], {}, True),
+    ],
+)
+def test_matmul_of_sizes_that_do_not_fit_is_refused(
+    a: list[int | None] | None, b: list[int | None], words: dict[str, bool], fits: bool
+) -> None:
+    g = gr.Graph()
+    left, right = g.placeholder("a", "float32", a), g.placeholder("b", "float32", b)
+    if fits:
+        assert g.matmul(left, right, **words).name
+        return
+    with pytest.raises(gr.errors.InvalidAttrError, match=r"the inner sizes . and . differ"):
+        g.matmul(left, right, **words)
+    assert len(g) == 2
+
+
+def test_matmul_of_an_array_that_does_not_fit_is_refused() -> None:
+    g = gr.Graph()
+    with pytest.raises(gr.errors.InvalidAttrError, match=r"matmul of \[\?, 3\] and \[2, 4\]: the inner sizes 3 and 2"):
+        g.placeholder("a", "float32", [None, 3]) @ np.zeros((2, 4), np.float32)

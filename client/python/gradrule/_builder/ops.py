@@ -39,8 +39,13 @@ class GraphOps(CreationOps, ReductionOps):
 
         Returns:
             The product, (n, m) or (…, n, m).
+
+        Raises:
+            InvalidAttrError: Both operands state their shapes, as placeholders and constants do, and k differs.
         """
-        shapes = [operand.shape for operand in map(as_tensor, (a, b)) if isinstance(operand, TensorHandle)]
+        operands = [as_tensor(operand) for operand in (a, b)]
+        _check_inner_sizes(operands, transpose_a, transpose_b)
+        shapes = [operand.shape for operand in operands if isinstance(operand, TensorHandle)]
         if any(shape is not None and len(shape) > 2 for shape in shapes):
             return self.op_output("BatchMatMulV2", a, b, adj_x=transpose_a, adj_y=transpose_b, name=name)
         return self.op_output("MatMul", a, b, transpose_a=transpose_a, transpose_b=transpose_b, name=name)
@@ -299,3 +304,23 @@ def _size(value: Any, axis: int) -> int:
     if size is None:
         raise InvalidAttrError(f"unstack needs num: the tensor's size along axis {axis} is unknown")
     return int(size)
+
+
+def _check_inner_sizes(operands: Sequence[Any], transpose_a: bool, transpose_b: bool) -> None:
+    """Raises `InvalidAttrError` if matrices with stated shapes cannot be multiplied.
+
+    All other shapes are TensorFlow's business; but nothing else is wrong as often as this.
+    """
+    a, b = (getattr(operand, "shape", None) for operand in operands)
+    if not (isinstance(a, tuple) and isinstance(b, tuple) and len(a) >= 2 and len(b) >= 2):
+        return
+    inner = a[-2 if transpose_a else -1], b[-1 if transpose_b else -2]
+    if None not in inner and inner[0] != inner[1]:
+        transposed = [" transposed" if flag else "" for flag in (transpose_a, transpose_b)]
+        a_text, b_text = (
+            "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]" for shape in (a, b)
+        )
+        raise InvalidAttrError(
+            f"matmul of {a_text}{transposed[0]} and {b_text}{transposed[1]}: the inner sizes {inner[0]} and {inner[1]} "
+            "differ; transpose_a or transpose_b swaps the last two axes"
+        )
