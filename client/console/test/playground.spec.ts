@@ -20,7 +20,10 @@ test("an error marks its column and offers the missing param", async ({ page, op
   });
   expect(mark!.x).toBeCloseTo(field!.x + left!, 0);
   expect(mark!.width).toBeCloseTo(width!, 0);
+  const code = page.getByRole("button", { name: "Copy Python override" });
+  await expect(code).toHaveCount(0);
   await page.getByRole("button", { name: "Add param alpha" }).click();
+  await expect(code).toBeVisible();
   await page.getByLabel("Value of alpha").fill("3");
   // dy * 3 + x at 1
   await expect(page.getByRole("row", { name: /^1 / })).toHaveText(/4$/);

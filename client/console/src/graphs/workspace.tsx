@@ -98,7 +98,8 @@ function Resolutions({ found, show }: { found: Resolution[]; show: (node: string
   return (
     <details class="card">
       <summary>
-        <b>Rule of each node</b> <span class="muted">{found.length} nodes with an override</span>
+        <b>Rule of each node</b>{" "}
+        <span class="muted">{found.length === 1 ? "1 node" : `${found.length} nodes`} with an override</span>
       </summary>
       <Table label="Table of the rule of each node" columns={["Node", "Op", "Rule", "Override", "Status"]}>
         {found.slice(0, 500).map(({ node, opType, rule, label, status }) => (

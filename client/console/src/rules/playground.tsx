@@ -163,10 +163,16 @@ export function Playground({ route }: { route: Route }) {
           <CheckCard state={study} noOp="Choose an op to compare the rule with finite differences of it." />
           <section class="card stack" aria-labelledby="use-title">
             <h2 id="use-title">Use it without registering it</h2>
-            <h3>Python</h3>
-            <CodeBlock code={snippets.python} label="Python override" />
-            <h3>JSON</h3>
-            <CodeBlock code={snippets.json} label="JSON override" />
+            {expressionError || !state.expression.trim() ? (
+              <p class="muted">Type a valid expression to get the code.</p>
+            ) : (
+              <>
+                <h3>Python</h3>
+                <CodeBlock code={snippets.python} label="Python override" />
+                <h3>JSON</h3>
+                <CodeBlock code={snippets.json} label="JSON override" />
+              </>
+            )}
           </section>
         </div>
       </div>
