@@ -16,6 +16,7 @@ from gradrule.v1.override_pb2 import Selector
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, reason_name
+from tests.samples import size
 from tests.unit.graphs.helpers import traced
 
 OVERRIDES = [
@@ -55,13 +56,13 @@ def outcome(data: bytes, fetches: list[str]) -> str:
     return "ok"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=size(100, 300), deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes(data: bytes) -> None:
     assert outcome(data, ["y"]) in {"INVALID_GRAPH", "UNKNOWN_TENSOR", "UNKNOWN_OP_TYPE"}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=size(100, 300), deadline=None)
 @given(st.data())
 def test_flipped_bytes(data: st.DataObject) -> None:
     made, outputs = seed()
@@ -112,7 +113,7 @@ def mutate(data: st.DataObject, made: Graph) -> None:
         del nodes[data.draw(st.integers(0, len(nodes) - 1))]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=size(200, 600), deadline=None)
 @given(st.data())
 def test_mutated_graphs(data: st.DataObject) -> None:
     original, outputs = seed()

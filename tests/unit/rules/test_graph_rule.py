@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.rules import Param, RuleContent, Signature
+from tests.samples import size
 from tests.unit.rules.running import exact, number_of, numpy_type, run
 
 FLOAT, DOUBLE, INT, HALF, BFLOAT16 = (
@@ -301,7 +302,7 @@ VALID = made(quantize_grad)
 
 
 @given(st.binary(max_size=60), st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=size(100, 300), deadline=None)
 def test_any_bytes_are_a_rule_or_a_typed_error(noise: bytes, changes: list[tuple[int, int]]) -> None:
     changed = bytearray(VALID)
     for position, byte in changes:

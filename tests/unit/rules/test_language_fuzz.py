@@ -15,6 +15,7 @@ from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.rules import Signature
 from gradrule_server.rules.language import lower, parse
 from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS
+from tests.samples import size
 from tests.unit.rules.running import number_of, run
 
 FLOAT, DOUBLE, INT, COMPLEX = (number_of(name) for name in ("float32", "float64", "int32", "complex64"))
@@ -50,13 +51,13 @@ def try_everything(text: str) -> None:
 
 
 @given(st.text(st.characters(), max_size=80))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=size(133, 400), deadline=None)
 def test_any_text_is_a_typed_error(text: str) -> None:
     try_everything(text)
 
 
 @given(st.lists(TOKENS, max_size=14).map(" ".join))
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=size(266, 800), deadline=None)
 @example("1 if x else y")
 @example("0x1for x in dy")
 @example("sum(dy, axis=-x)")
