@@ -95,7 +95,7 @@ def test_tensorflow_equals_its_custom_gradient(program: Any) -> None:
     assert_equal(second(lambda x, w: gradrule.tf.remote(program)(x=x, w=w)), wanted())
 
 
-def test_jax_equals_its_custom_vjp(program: Any) -> None:
+def test_jax_equals_its_custom_vjp_and_the_local_surrogate(program: Any) -> None:
     @jax.custom_vjp
     def sign(x: Any) -> Any:
         return jnp.sign(x)
@@ -107,6 +107,8 @@ def test_jax_equals_its_custom_vjp(program: Any) -> None:
 
     with jax.enable_x64(True):
         assert_equal(second(lambda x, w: loss(sign, jnp.sum, x, w)), wanted())
+        surrogate = gradrule.jax.surrogate(gr.Rule(RULE), "sign")
+        assert_equal(second(lambda x, w: loss(surrogate, jnp.sum, x, w)), wanted())
         assert_equal(second(lambda x, w: gradrule.jax.remote(program)(x=x, w=w)), wanted())
 
 

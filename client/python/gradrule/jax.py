@@ -118,9 +118,13 @@ def surrogate(
             values["default0"] = jax.vjp(function, x)[1](dy)[0]
         return (local.gradient(JAX, str(x.dtype), values),)
 
+    def forward_with_rule(x: Any) -> tuple[Any, tuple[Any, Any]]:
+        # The result has the rule as its gradient in second derivatives too. The y in the rule has its own.
+        return with_rule(x), run(x)[1]
+
     # Without the defaults of other arguments, as `jnp.round` has.
     with_rule: Any = jax.custom_vjp(lambda x: run(x)[0])
-    with_rule.defvjp(run, pull_back)
+    with_rule.defvjp(forward_with_rule, pull_back)
 
     def call(x: Any) -> jax.Array:
         found: jax.Array = with_rule(jnp.asarray(x))
