@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -174,19 +175,21 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, connections: Connections, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._all = connections
+        self._socket: socket.socket | None = None
         self._opening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
 
     def open(self, client: socket.socket, context: ssl.SSLContext | None) -> None:
         """Starts to serve an accepted socket, after the TLS handshake if there is a context."""
+        client.setblocking(False)
+        self._socket = client
         self._opening = asyncio.ensure_future(self._open(client, context))
 
     async def _open(self, client: socket.socket, context: ssl.SSLContext | None) -> None:
         limit_s = None if context is None else _HANDSHAKE_S
         started = time.monotonic()
         try:
-            client.setblocking(False)
             await self.loop.connect_accepted_socket(lambda: self, client, ssl=context, ssl_handshake_timeout=limit_s)
         except OSError:
             # The client has gone, speaks no TLS, or was too slow.
@@ -201,8 +204,10 @@ class Connection(H11Protocol):
         """Closes the connection at once."""
         if self.transport is not None:
             self.transport.abort()
-        elif self._opening is not None:
-            self._opening.cancel()
+        elif self._socket is not None:
+            # Cancelling a handshake does not close its socket in uvloop.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

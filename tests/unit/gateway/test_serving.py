@@ -9,7 +9,7 @@ import errno
 import json
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from gradrule_gateway import connections
 from gradrule_gateway.connections import Connection, Connections, Listener
-from gradrule_gateway.serving import _listen, name_in
+from gradrule_gateway.serving import _listen, _loop_factory, name_in
 from tests.service.certificates import Authority
 from tests.waiting import wait_for_condition
 
@@ -75,9 +75,9 @@ def listening(config: uvicorn.Config, opened: Connections, context: ssl.SSLConte
         listener.close()
 
 
-@pytest.fixture
-async def tls_port(opened: Connections, tmp_path: Path) -> Any:
-    """Returns the port of a server with TLS, and the context of its clients."""
+@contextlib.contextmanager
+def listening_with_tls(opened: Connections, tmp_path: Path) -> Iterator[tuple[int, ssl.SSLContext]]:
+    """Serves with TLS for the `with` statement; returns the port, and the context of its clients."""
     authority = Authority(tmp_path, "authority")
     files = authority.server("localhost")
     config = uvicorn.Config(
@@ -167,8 +167,22 @@ async def test_a_new_connection_replaces_the_one_that_was_idle_longest(port: int
         writer.close()
 
 
-async def test_connections_count_before_their_handshake(tls_port: Any, opened: Connections) -> None:
-    port, context = tls_port
+def run_as_gateway(check: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine in the event loop that the gateway has: uvloop's closes handshakes in another way."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(check)
+
+
+def test_connections_count_before_their_handshake(opened: Connections, tmp_path: Path) -> None:
+    async def check() -> None:
+        with listening_with_tls(opened, tmp_path) as (port, context):
+            await open_silent_connections(opened, port, context)
+
+    run_as_gateway(check())
+
+
+async def open_silent_connections(opened: Connections, port: int, context: ssl.SSLContext) -> None:
+    """Opens more than one address may have, and then sends a request."""
     silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
     # Only a quarter of twelve is open; the oldest were closed.
     await wait_for_condition(lambda: opened.closed["address"] == 2)
@@ -183,16 +197,19 @@ async def test_connections_count_before_their_handshake(tls_port: Any, opened: C
         each.close()
 
 
-async def test_handshakes_have_a_time_limit(
-    tls_port: Any, opened: Connections, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handshakes_have_a_time_limit(opened: Connections, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_HANDSHAKE_S", 0.05)
-    reader, writer = await asyncio.open_connection("127.0.0.1", tls_port[0])
-    with contextlib.suppress(ConnectionResetError):
-        assert await asyncio.wait_for(reader.read(), 30) == b""
-    await wait_for_condition(lambda: not opened.open)
+
+    async def check() -> None:
+        with listening_with_tls(opened, tmp_path) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 30) == b""
+            await wait_for_condition(lambda: not opened.open)
+            writer.close()
+
+    run_as_gateway(check())
     assert opened.closed["handshake"] == 1
-    writer.close()
 
 
 async def test_connections_with_unfinished_bodies_are_closed_for_new_ones(port: int, opened: Connections) -> None:
