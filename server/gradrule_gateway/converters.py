@@ -128,8 +128,12 @@ class _Worker:
     """A process that converts one body at a time, and that can be ended while it does."""
 
     def __init__(self) -> None:
+        before = set(multiprocessing.active_children())
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare_process, (os.getpid(),))
         self._starting = asyncio.get_running_loop().run_in_executor(self._pool, os.getpid)
+        # The first job starts the process. It must be known while it starts: the gateway's end waits for it.
+        (self._process,) = set(multiprocessing.active_children()) - before
+        self._starting.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def started(self) -> None:
         """Waits for the start, which goes on for the next request if this one is cancelled."""
@@ -141,21 +145,14 @@ class _Worker:
     def memory(self) -> int:
         """Returns the memory that the process keeps, bytes; 0 where the system does not tell."""
         try:
-            resident = Path(f"/proc/{self._pid()}/statm").read_text().split()[1]
+            resident = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
         except OSError:
             return 0
         return int(resident) * resource.getpagesize()
 
     def kill(self) -> None:
-        for process in multiprocessing.active_children():
-            if process.pid == self._pid():
-                process.kill()
+        self._process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _pid(self) -> int:
-        """Returns the id of the process; 0 if it has not started."""
-        has_started = self._starting.done() and not self._starting.cancelled() and self._starting.exception() is None
-        return self._starting.result() if has_started else 0
 
 
 def _prepare_process(parent: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.process import BaseProcess
@@ -95,3 +96,20 @@ async def test_bodies_with_many_names_are_not_converted_in_the_event_loop(
     decoded = await converters.decode("", EVALUATE, body)
     assert len(decoded.open) == number
     assert bool(converters._idle) is not is_inline
+
+
+async def test_stopping_ends_processes_that_start(converters: Converters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of Python waits for them."""
+    monkeypatch.setattr(converters_module, "_PROCESSES", 2)
+    before = set(multiprocessing.active_children())
+    waiting = asyncio.ensure_future(converters._in_process("", os.getpid))
+    await wait_for_condition(lambda: converters._busy)
+    started = set(multiprocessing.active_children()) - before
+    # The one that is needed and the next one.
+    assert len(started) == 2
+    converters.stop()
+    for process in started:
+        await asyncio.to_thread(process.join, 20)
+        assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(Problem, match="ended"):
+        await waiting
