@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from gradrule.common.placement import Load, preferred
@@ -23,7 +24,7 @@ with warnings.catch_warnings(action="ignore"):
     from ray.serve._private.config import DeploymentConfig
     from ray.serve.request_router import PendingRequest, ReplicaID
 
-    from gradrule.ray import rpcs
+    from gradrule.ray import replica, rpcs
     from gradrule.ray.autoscaling import autoscaling_policy
     from gradrule.ray.leaving_replicas import LeavingReplicas
     from gradrule.ray.proxy import RequestWindow, call_metadata
@@ -399,3 +400,24 @@ async def test_a_stream_counts_requests_that_have_no_answer_yet() -> None:
     assert counts[-1] == 1
     counter.close()
     assert counts[-1] == 0
+
+
+async def test_error_of_a_replica_without_its_server_says_so() -> None:
+    """Clients would take gRPC's own text for one about the address that they call."""
+
+    class LostCall:
+        async def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+        async def details(self) -> str:
+            return "failed to connect to all addresses; last error: Connection refused"
+
+        async def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+            return self.trailers
+
+        trailers: tuple[tuple[str, str], ...] = ()
+
+    call = LostCall()
+    assert "Ray Serve starts another one" in (await replica._ending(call, None)).details
+    call.trailers = (("x-request-id", "7f"),)
+    assert (await replica._ending(call, None)).details == await call.details()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule._rpc import channels
+from gradrule._rpc import call_routes, channels
 from tests.processes import workers
 from tests.service import loop_graphs
 from tests.service.answers import assert_close, refused
@@ -409,6 +409,7 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
 @pytest.mark.parametrize("answered", [0, 2])
 def test_server_that_answers_no_more_pings_is_abandoned(answered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client gives up long before the deadline, though TCP still accepts what it sends. Also in a long call."""
+    monkeypatch.setattr(call_routes, "_RESEND_S", 0.0)
     changes = {"grpc.keepalive_time_ms": 500, "grpc.http2.ping_timeout_ms": 1500, "grpc.enable_retries": 0}
     monkeypatch.setattr(channels, "OPTIONS", [(name, changes.get(name, value)) for name, value in channels.OPTIONS])
     with socket.create_server(("127.0.0.1", 0)) as listener, futures.ThreadPoolExecutor() as threads:

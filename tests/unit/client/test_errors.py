@@ -146,3 +146,20 @@ def test_a_closed_async_client() -> None:
             await client.wait_ready(timeout=1)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        (
+            "failed to connect to all addresses; last error: Connection refused",
+            "no server listens at front:1; start one",
+        ),
+        ("Received http2 header with status: 502", "the proxy at front:1 reaches no server (HTTP status 502)"),
+        ("Received http2 header with status: 401", "Received http2 header with status: 401"),
+        # What a proxy says of its own connection to a server.
+        ("upstream: failed to connect to all addresses; last error: Connection refused", "upstream: failed to connect"),
+    ],
+)
+def test_proxy_without_a_server_is_not_taken_for_a_wrong_address(said: str, says: str) -> None:
+    assert says in str(error_of(Failed(grpc.StatusCode.UNAVAILABLE, said, ()), "front:1"))
