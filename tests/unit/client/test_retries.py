@@ -189,6 +189,21 @@ def test_call_ends_with_its_timeout_if_a_proxy_gets_no_server(proxy: Proxy) -> N
             program.evaluate({"x": [1.0]}, timeout=2.0)
 
 
+@pytest.mark.parametrize("is_long", [False, True])
+def test_call_ends_when_its_client_is_closed(proxy: Proxy, is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_routes, "_RESEND_S", 3600.0)
+    monkeypatch.setattr(call_routes, "_LONGEST_RESEND_S", 0.1)
+    monkeypatch.setattr(call_routes, "MAX_WHOLE_BYTES", 4 if is_long else MIB)
+    proxy.refusals = 1 << 30
+    client = gr.connect(proxy.target, timeout=3600.0)
+    program = client.program(PROGRAM)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(program.evaluate, {"x": [1.0]})
+        wait_until(lambda: proxy.refusals < (1 << 30) - 8 or None, "attempts", 60)
+        client.close()
+        assert isinstance(call.exception(60), gr.errors.UnavailableError | gr.errors.CancelledError)
+
+
 def test_call_in_progress_goes_on_with_the_server_that_returns() -> None:
     """The call fails twice in different ways: its connection breaks, then nothing listens."""
     came = threading.Event()

@@ -55,9 +55,11 @@ class AsyncCallSender:
         self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
         self._stream = AsyncStream(channel, metadata, target)
         self._memory = memory
+        self._is_closed = False
 
     async def close(self) -> None:
         """Ends the stream, cancels its calls, and closes the shared memory."""
+        self._is_closed = True
         self._memory.close()
         await self._stream.close()
 
@@ -141,7 +143,7 @@ class AsyncCallSender:
                 return await self._stream.run(call, parts, size, call_routes.remaining_s(ends_at))
             except (StreamLostError, UnavailableError) as failure:
                 error, is_lost = (failure.cause, True) if isinstance(failure, StreamLostError) else (failure, False)
-                if not is_resent or error.code is not grpc.StatusCode.UNAVAILABLE:
+                if self._is_closed or not is_resent or error.code is not grpc.StatusCode.UNAVAILABLE:
                     raise error from None
                 pause = resends.pause_after(error, is_lost=is_lost and reached_server(error))
             await sleep(pause)
@@ -160,6 +162,8 @@ class AsyncCallSender:
             except AnswerLostError as lost:
                 pause = resends.pause_after(lost.cause, is_lost=True)
             except GradruleError as error:
+                if self._is_closed:
+                    raise
                 # The server that takes the place of the lost one may not listen yet.
                 pause = resends.pause_after(error, is_lost=False)
             await sleep(pause)

@@ -55,9 +55,11 @@ class CallSender:
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
         self._stream = Stream(channel, metadata, target)
         self._memory = memory
+        self._is_closed = False
 
     def close(self) -> None:
         """Ends the stream, cancels its calls, and closes the shared memory."""
+        self._is_closed = True
         self._memory.close()
         self._stream.close()
 
@@ -139,7 +141,7 @@ class CallSender:
                 return self._stream.run(call, parts, size, call_routes.remaining_s(ends_at))
             except (StreamLostError, UnavailableError) as failure:
                 error, is_lost = (failure.cause, True) if isinstance(failure, StreamLostError) else (failure, False)
-                if not is_resent or error.code is not grpc.StatusCode.UNAVAILABLE:
+                if self._is_closed or not is_resent or error.code is not grpc.StatusCode.UNAVAILABLE:
                     raise error from None
                 pause = resends.pause_after(error, is_lost=is_lost and reached_server(error))
             sleep(pause)
@@ -158,6 +160,8 @@ class CallSender:
             except AnswerLostError as lost:
                 pause = resends.pause_after(lost.cause, is_lost=True)
             except GradruleError as error:
+                if self._is_closed:
+                    raise
                 # The server that takes the place of the lost one may not listen yet.
                 pause = resends.pause_after(error, is_lost=False)
             sleep(pause)
