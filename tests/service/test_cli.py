@@ -242,7 +242,9 @@ REFUSALS = [
     (("rules", "show", "ste_sgn"), REFUSED, "UNKNOWN_RULE", "'ste_sign'"),
     (("rules", "delete", "ste_sign"), REFUSED, "RULE_READ_ONLY", "BUILTIN"),
     (("rules", "create", "Bad", "dy +"), REFUSED, "INVALID_EXPRESSION", "dy +"),
-    (("rules", "create", "Neither"), REFUSED, "INVALID_RULE", "either an expression or a graph"),
+    (("rules", "create", "Neither"), USAGE, "USAGE", "give EXPRESSION or --graph FILE"),
+    (("rules", "create", "Both", "dy", "--graph", "graph.pb"), USAGE, "USAGE", "give EXPRESSION or --graph FILE"),
+    (("rules", "sample", "ste"), REFUSED, "MISSING_FEED", "x"),
     (("rules", "list", "--target", "127.0.0.1:1", "--timeout", "5"), UNREACHABLE, "UNAVAILABLE", "127.0.0.1:1"),
     (("explain", "graph.pb", "--y", "y", "--x", "x", "--html", "no/page.html"), FAILED, "FAILED", "no/page.html"),
 ]

@@ -63,7 +63,7 @@ def test_help_of_serve_is_the_servers(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "words"),
     [
         (["nonsense"], "invalid choice"),
-        (["rules"], "VERB"),
+        (["rules"], "VERB. It is one of list, show, presets, create"),
         (["rules", "list", "--kind", "none"], "invalid choice"),
         (["rules", "list", "--timeout", "0"], "positive number of seconds"),
         (["evaluate"], "GRAPH"),
@@ -169,6 +169,10 @@ def test_an_unknown_rule_of_an_override_may_have_been_a_formula() -> None:
 )
 def test_errors_advise_flags_instead_of_arguments_of_python(message: str, says: str) -> None:
     assert says in describe(errors.InvalidExpressionError(message))
+
+
+def test_a_missing_feed_names_the_flag() -> None:
+    assert "--feed NAME=VALUE" in describe(errors.MissingFeedError("a rule needs a value of x: give x"))
 
 
 def test_values_of_a_sampled_rule_are_feeds() -> None:

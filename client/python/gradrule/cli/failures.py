@@ -96,6 +96,8 @@ def describe(failure: GradruleError) -> str:
         lines.append(f"  at: {', '.join(dict.fromkeys(fields))}")
     if isinstance(failure, UnknownRuleError) and any(field.endswith(".rule") for field in fields):
         lines.append("  to use a formula instead of a rule's name, write expr:FORMULA")
+    if failure.reason == "MISSING_FEED":
+        lines.append("  to give a value, write --feed NAME=VALUE")
     if failure.retry_delay is not None:
         lines.append(f"  retry after {failure.retry_delay:g} s")
     return "\n".join(lines)

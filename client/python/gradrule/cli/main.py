@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from gradrule import __version__
@@ -108,6 +108,8 @@ class _Parser(argparse.ArgumentParser):
         wrong = _WRONG_CHOICE.search(message)
         if wrong is not None:
             return did_you_mean(wrong[1], re.findall(r"'([^']*)'", wrong[2]))
+        if message.endswith(("required: VERB", "required: COMMAND")):
+            return f" It is one of {', '.join(next(_groups(self)).choices)}"
         wrong = _WRONG_FLAG.match(message)
         if wrong is None:
             return ""
@@ -120,11 +122,14 @@ class _Parser(argparse.ArgumentParser):
 def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
     """Returns the parser of the command that words choose."""
     for word in words:
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
-                parser = action.choices[word]
-                break
+        for group in _groups(parser):
+            parser = group.choices.get(word, parser)
     return parser
+
+
+def _groups(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersAction[Any]]:
+    """Yields the groups of commands of a parser; it has one or none."""
+    yield from (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 
 def _add_rules(commands: Any) -> None:

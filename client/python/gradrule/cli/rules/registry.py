@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gradrule._builder.names import counted
+from gradrule._builder.names import counted, did_you_mean
 from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import output, parsing
 from gradrule.cli.call_flags import load_graph
 from gradrule.cli.connection import connect, finish
+from gradrule.cli.failures import REFUSED, USAGE, CommandError
 from gradrule.cli.rules import inputs, rule_json
 from gradrule.viz import _rule_text as rule_text
 
@@ -164,8 +165,6 @@ def print_rule(rule: RuleInfo, as_json: bool) -> None:
 
 def run_presets(options: argparse.Namespace) -> int:
     """Prints the presets, or one with its overrides."""
-    from gradrule._builder.names import did_you_mean
-    from gradrule.cli.failures import REFUSED, CommandError
 
     with connect(options) as client:
         presets = client.list_presets()
@@ -197,9 +196,11 @@ def run_presets(options: argparse.Namespace) -> int:
 
 
 def run_create(options: argparse.Namespace) -> int:
-    """Registers a rule and prints it; the client checks that it is either an expression or a graph."""
+    """Registers a rule and prints it."""
     import gradrule as gr
 
+    if (options.expression is None) == (options.graph is None):
+        raise CommandError("a rule is either a formula or a graph: give EXPRESSION or --graph FILE", USAGE)
     graph = None if options.graph is None else load_graph(options.graph)
     with connect(options) as client:
         rule = client.create_rule(
