@@ -291,7 +291,14 @@ def _eigen_cases() -> list[Case]:
 
 
 # The number of outputs that an element of x feeds, away from borders, counted by hand.
-_FEEDS = {"matmul": 5, "batch": 2, "conv2d": 3 * 2 * 3, "conv3d": 2 * 2 * 1 * 2, "depthwise": 3 * 2 * 2}
+_FEEDS = {
+    "matmul": 5,
+    "batch": 2,
+    "conv2d": 3 * 2 * 3,
+    "grouped": 3 * 2 * 2,
+    "conv3d": 2 * 2 * 1 * 2,
+    "depthwise": 3 * 2 * 2,
+}
 
 
 def _feedback_case(layer: Layer) -> Case:

@@ -79,6 +79,7 @@ def _conv_matrix(
     same: bool = False,
     pads: Sequence[tuple[int, int]] | None = None,
     depthwise: bool = False,
+    groups: int = 1,
 ) -> Matrix:
     """Returns the matrix of a convolution in NHWC or NDHWC, element by element."""
     n, *spatial, channels = x_shape
@@ -101,7 +102,8 @@ def _conv_matrix(
             if any(not 0 <= i < size for i, size in zip(at, spatial, strict=True)):
                 continue
             for c, m in itertools.product(range(w.shape[-2]), range(w.shape[-1])):
-                dense[(b, *out, c * w.shape[-1] + m if depthwise else m, b, *at, c)] = w[(*tap, c, m)]
+                source = c + m // (w.shape[-1] // groups) * w.shape[-2]
+                dense[(b, *out, c * w.shape[-1] + m if depthwise else m, b, *at, source)] = w[(*tap, c, m)]
         return dense
 
     return matrix
@@ -132,8 +134,7 @@ def _batch_matmul(label: str, x: Array, w: Array, b: Array | None = None, *, x_t
 
 def _conv(label: str, op: Any, x: Array, w: Array, b: Array | None, add: str, matrix: Matrix, **more: Any) -> Layer:
     build = _linear(op, "input", "filter", add, **more)
-    # TensorFlow has no CPU kernel for the gradient of a dilated convolution.
-    return Layer(label, build, x, w, matrix, b, () if b is None else (b.size,), only_xla="dilations" in more)
+    return Layer(label, build, x, w, matrix, b, () if b is None else (b.size,))
 
 
 def layers() -> list[Layer]:
@@ -186,6 +187,16 @@ def layers() -> list[Layer]:
             _conv_matrix(x4.shape, dilation=2),
             **plain,
             dilations=[1, 2, 2, 1],
+        ),
+        _conv(
+            "grouped_conv2d_biasadd",
+            raw.Conv2D,
+            x4,
+            values(3, 2, 1, 4),
+            values(4),
+            "BiasAdd",
+            _conv_matrix(x4.shape, groups=2),
+            **plain,
         ),
         Layer(
             "conv2d_nchw_biasadd",

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 
 from gradrule_server.engine.code_rules import CODE_RULES
 from gradrule_server.engine.code_rules.target import Dependence, RuleTarget
+from gradrule_server.engine.op_gradients import gradient_of
+from gradrule_server.engine.tf_private import GRADIENT_ATTR
 from tests.rules.code_cases import SALT, Case
 from tests.rules.code_layers import Array, Build
 
@@ -20,10 +23,20 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2**-11 + 1e-4, "bfloa
 _OF_KERNELS = {**TOLERANCES, "float16": 0.02, "bfloat16": 0.1}
 
 
+@tf.RegisterGradient("gradrule_conv2d")
+def _conv2d_gradient(op: tf.Operation, dy: Any) -> Any:
+    gradient = gradient_of("Conv2D")
+    assert gradient is not None
+    return gradient(op, dy)
+
+
 def site_of(build: Build, operands: Sequence[tf.Tensor]) -> RuleTarget:
     """Returns a site of the current graph. The inputs of a single op that are no operands come last."""
     ops = build(*operands)
     *_, last = ops
+    for op in ops:
+        if op.type == "Conv2D":
+            op._set_attr(GRADIENT_ATTR, attr_value_pb2.AttrValue(s=b"gradrule_conv2d"))
     others = [value for value in last.inputs if all(value is not x for x in operands)] if len(ops) == 1 else []
     inputs = (*operands, *others)
 

@@ -22,6 +22,7 @@ from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, ops_between
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
+from gradrule_server.engine.op_gradients import gradient_of
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
@@ -309,7 +310,7 @@ class Differentiation:
     def _own_gradient(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
         """Returns the gradients that TensorFlow registers for the op type; applies the policy if it registers none."""
         try:
-            function = tf_private.gradient_of(op.type)
+            function = gradient_of(op.type)
         except LookupError:
             return self._missing_gradient(
                 op,

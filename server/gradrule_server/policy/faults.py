@@ -71,6 +71,11 @@ _EXTERNAL_ACCESS = ("debug_urls", "debug_ops_spec", "descriptor_source", "output
 # Attributes, other than numbers of outputs, whose value determines how much memory the node uses.
 _AMOUNTS = frozenset({"parallel_iterations"})
 
+# TensorFlow's kernels ignore dilations of these ops in gradients, and refuse them in the forward pass.
+_UNDILATED = frozenset(
+    {"DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput"}
+)
+
 FAKE_PARAM = "FakeParam"
 """The op whose output replaces the outputs of a branch that does not run."""
 
@@ -93,7 +98,16 @@ Fault = tuple[ErrorReason.ValueType, str]
 
 
 def op_fault(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLimits) -> Fault | None:
-    """Returns OP_NOT_ALLOWED for a denied op or an attribute with access outside the graph; None if the op may run."""
+    """Returns a fault if the op may not run, else None.
+
+    UNSUPPORTED_OP: an attribute has a value for which TensorFlow computes wrong numbers. OP_NOT_ALLOWED: the op is
+    denied, or an attribute gives access outside the graph.
+    """
+    if op.name in _UNDILATED and "dilations" in attrs and set(attrs["dilations"].list.i) - {1}:
+        return Reason.ERROR_REASON_UNSUPPORTED_OP, (
+            f"has dilations {list(attrs['dilations'].list.i)}, for which TensorFlow computes wrong gradients; use "
+            "tf.nn.depthwise_conv2d or Keras' DepthwiseConv2D, which dilate by SpaceToBatchND and BatchToSpaceND"
+        )
     if bounds.trusted:
         return None
     review = find_review(op)

@@ -70,7 +70,7 @@ def twice(
             first = tf.gradients(result, xs, grad_ys=upstream)
         with differentiation.active(DifferentiationStage.AGAIN):
             second = tf.gradients(first[0], [*xs, upstream], grad_ys=again)
-        assert differentiation.statuses[0] == override_pb2.RESOLUTION_STATUS_ACTIVE
+        assert differentiation.statuses[:1] in ([], [override_pb2.RESOLUTION_STATUS_ACTIVE])
         return [*first, *second]
 
     try:

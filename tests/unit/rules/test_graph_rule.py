@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.limits import NodeLimits
 from gradrule_server.rules import Param, RuleContent, Signature
 from tests.samples import size
 from tests.unit.rules.running import exact, number_of, numpy_type, run
@@ -345,3 +346,17 @@ def test_error_for_incompatible_inputs_names_the_node() -> None:
     next(node for node in graph.node if node.op == "Abs").input[0] = "x:3"
     reason, error = refused(lambda: RuleContent(graph_bytes=graph.SerializeToString()).bind(ONE))
     assert (reason, error.findings[0].node) == ("DANGLING_INPUT", "Abs")
+
+
+def test_dilated_depthwise_convolutions_are_refused_in_rules() -> None:
+    def build(variable: Callable[..., tf.Tensor]) -> None:
+        x, w = variable("x0"), variable("x1")
+        y = tf.raw_ops.DepthwiseConv2dNative(
+            input=x, filter=w, strides=[1, 1, 1, 1], padding="SAME", dilations=[1, 2, 2, 1]
+        )
+        named(variable("dy") * y, "dx0")
+
+    definition = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=made(build)))
+    (finding,) = RuleContent.from_definition(definition).check_nodes(NodeLimits())
+    assert reason_name(finding.reason) == "UNSUPPORTED_OP"
+    assert "dilations [1, 2, 2, 1]" in finding.message

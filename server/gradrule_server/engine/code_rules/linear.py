@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.code_rules.target import RuleTarget, dense, not_applicable, repeated, unrounded, wide
+from gradrule_server.engine.op_gradients import gradient_of
 from gradrule_server.policy.op_tables import input_numbers, ops_with
 
 Params = Mapping[str, tf.Tensor]
@@ -55,7 +56,7 @@ class Applied:
         """Returns Wᵀr, of the shape of x: the ops' own gradients for `r` at the output."""
         r = _sum_to(r, self.output)
         for op, number in reversed(self.path):
-            gradient = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+            gradient = cast("tf_private.GradientFunction", gradient_of(op.type))
             found = gradient(op, r)
             r = found[number] if isinstance(found, (list, tuple)) else found
         return r
@@ -134,6 +135,8 @@ class Linear:
 
     def apply(self, x: tf.Tensor, w: tf.Tensor) -> Applied:
         """Applies the layer, without the bias, to other data and weights of the same shapes."""
+        # Params have no static shape, and what is computed with them has none either.
+        w.set_shape(self.w.shape)
         value, path = x, []
         for padding in self._paddings:
             value = repeated(padding, [value, *list(padding.inputs)[1:]])
