@@ -15,14 +15,19 @@ from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules import CODE_RULES
 from gradrule_server.engine.code_rules.target import Gradient, RuleTarget
 from gradrule_server.engine.graph_import import replay
+from gradrule_server.engine.op_gradients import gradient_of
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.policy.op_tables import ops_with
+from gradrule_server.policy.op_tables import input_numbers, ops_with
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
 _KEEPS_SHAPE = ops_with("keeps_shape")
 # An upstream gradient has the shape of its output: it was checked when it was made.
 _ONE_SHAPE = frozenset({"x0", "y0", "dy0", "default0"})
+_ELEMENTWISE = ops_with("elementwise")
+_PERMUTES = input_numbers("permutes")
+# The gradient of a Sum over all elements is its upstream gradient for each element.
+_REDUCTIONS = ops_with("reduction") - {"Sum"}
 
 
 class BoundRule:
@@ -54,6 +59,15 @@ class BoundRule:
             for index, (gradient, value) in enumerate(zip(gradients, target.inputs, strict=True))
         ]
 
+    def _require_in_place(self, target: RuleTarget, index: int) -> None:
+        """Raises RULE_NOT_APPLICABLE if elements of an output are not at the places of those of the input."""
+        if target.op is not None and index in _PERMUTES.get(target.op.type, ()):
+            raise self._not_applicable(
+                target,
+                f"it computes the gradient of input {index} element by element from dy or y, but {target.what} moves "
+                f"elements; use the op's own gradient, as in 2 * default{index}, or override a node before or after it",
+            )
+
     def _not_applicable(self, target: RuleTarget, why: str) -> GradruleError:
         return error(
             errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
@@ -70,9 +84,12 @@ class OpGradientRule(BoundRule):
         self._op_type = op_type
 
     def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
-        function = tf_private.gradient_of(self._op_type)
+        function = gradient_of(self._op_type)
         if function is None:
             raise self._not_applicable(target, f"TensorFlow registers {self._op_type!r} as not differentiable")
+        if self._op_type in _ELEMENTWISE:
+            for index in range(len(target.inputs)):
+                self._require_in_place(target, index)
         try:
             result: Any = function(target.op or _SubgraphAsOp(target), *dys)
         except GradruleError:
@@ -159,9 +176,13 @@ class GraphRule(BoundRule):
         wanted = [name for name in rule_graph.results if name is not None]
         computed = dict(zip(wanted, replay(prepared.graph_def, bound, wanted, scope="rule"), strict=True))
         gradients: list[Gradient] = []
+        per_output = frozenset(f"{kind}{index}" for kind in ("y", "dy") for index in range(len(target.outputs)))
         one_shape = _ONE_SHAPE if target.op is not None and target.op.type in _KEEPS_SHAPE else frozenset()
         for index, (result, source) in enumerate(zip(rule_graph.results, rule_graph.shape_sources, strict=True)):
             gradient = None if result is None else computed[result]
+            if not source.isdisjoint(per_output):
+                self._require_in_place(target, index)
+                self._require_not_reduced(target, gradient, index)
             # A result of tensors of the input's shape has that shape; a check at run time would cost a dozen ops.
             shape_known = source <= {f"x{index}"} | one_shape
             gradients.append(
@@ -175,6 +196,16 @@ class GraphRule(BoundRule):
                 )
             )
         return gradients
+
+    def _require_not_reduced(self, target: RuleTarget, gradient: tf.Tensor, index: int) -> None:
+        """Raises RULE_NOT_APPLICABLE if the upstream gradient of one result would be that of each reduced element."""
+        is_reduced = gradient.shape.rank == 0 and target.inputs[index].shape.rank != 0
+        if is_reduced and target.op is not None and target.op.type in _REDUCTIONS:
+            raise self._not_applicable(
+                target,
+                f"it gives all elements of input {index} one number, computed from dy or y; use the op's gradient, as "
+                f"in 2 * default{index}, or, if that number is meant, multiply it by ones_like(x{index})",
+            )
 
     def _prepare(self, target: RuleTarget) -> _Prepared:
         signature = Signature(

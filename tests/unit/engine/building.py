@@ -9,8 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 import gradrule as gr
+from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2, program_pb2
 from gradrule_server.engine.build import build
+from gradrule_server.engine.derivatives import SPARSE, split_tensors
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
@@ -25,14 +27,14 @@ NAMESPACES = map("gr{}".format, itertools.count())
 
 
 class Builtins:
-    """Resolves rules of the catalogue, without a registry."""
+    """Resolves rules of the catalogue and names of op types, without a registry."""
 
     def fetch(self, names: Iterable[str]) -> None:
         """Does nothing: all rules are known."""
 
     def resolve(self, name: str) -> ResolvedRule:
         """Returns the rule. Raises `KeyError` for an unknown name."""
-        return ResolvedRule(name, BUILTINS[name].content)
+        return ResolvedRule(name, None if op_definitions.find(name) else BUILTINS[name].content)
 
 
 def prepared(
@@ -42,13 +44,18 @@ def prepared(
     limits: Limits | None = None,
     **derivative: Any,
 ) -> Prepared:
-    """Prepares a program that fetches y. `derivative`: `vjp=Vjp(…)` or another kind of derivative."""
+    """Prepares a program that fetches y. `derivative`: `vjp=Vjp(…)` or another kind of derivative.
+
+    `overrides`: by op type, the name of a rule or an expression.
+    """
     spec = program_pb2.ProgramSpec(fetches=["y"], **derivative)
     spec.graph.serialized = graph.to_bytes()
-    spec.overrides.extend(
-        override_pb2.GradientOverride(rule=rule, selector=override_pb2.Selector(op_type=op_type))
-        for op_type, rule in (overrides or {}).items()
-    )
+    for op_type, rule in (overrides or {}).items():
+        override = spec.overrides.add(selector=override_pb2.Selector(op_type=op_type))
+        if rule.isidentifier():
+            override.rule = rule
+        else:
+            override.definition.expression = rule
     return prepare(spec, call or CallShape(), Builtins(), limits or Limits(), no_blobs(), next(NAMESPACES))
 
 
@@ -65,3 +72,22 @@ def arguments(program: Prepared, built: BuiltProgram, feeds: Mapping[str, Any]) 
     values = {(item.rule, item.name): item.value.number for item in program.table.params.call_settings({}, range(1000))}
     fed = [tf.constant(feeds[item.name], item.dtype) for item in built.inputs]
     return fed + [tf.constant(values[item.rule, item.name], tf.float64) for item in built.params]
+
+
+def differentiate(
+    graph: gr.Graph, feeds: Mapping[str, Any], grad_y: Any, overrides: Mapping[str, str] | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Returns y, and the gradient of y by each feed, pulled back from `grad_y`; None for an x without one."""
+    vjp = program_pb2.Vjp(ys=["y"], xs=list(feeds))
+    program = prepared(graph, overrides, CallShape(grad_ys=frozenset({"y"})), vjp=vjp)
+    built = build(program.request)
+    given = arguments(program, built, feeds)
+    count = len(built.inputs)
+    y, *rest = built.function(*given[:count], tf.constant(grad_y, built.grad_ys[0].dtype), *given[count:])
+    found: dict[str, Any] = {}
+    for (name,), form, tensors in split_tensors(built.layout, rest):
+        slices = tf.IndexedSlices(*tensors) if form == SPARSE else None
+        found[name] = (
+            tf.convert_to_tensor(slices).numpy() if slices is not None else tensors[0].numpy() if tensors else None
+        )
+    return y.numpy(), found

@@ -13,6 +13,7 @@ from tensorflow.core.framework import attr_value_pb2
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.policy.op_tables import ops_with
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 OwnGradient: TypeAlias = Callable[[Sequence[Gradient]], Sequence[Gradient]]
@@ -114,6 +115,7 @@ CodeRuleFunction: TypeAlias = Callable[
 where none arrives) and params (float64)."""
 
 
+_PERMUTES = ops_with("permutes")
 _HALF_TYPES = (tf.float16, tf.bfloat16)
 
 
@@ -127,9 +129,10 @@ def not_applicable(target: RuleTarget, rule: str, meant_for: str) -> GradruleErr
 
 
 def require_elementwise(target: RuleTarget, rule: str) -> None:
-    """Raises RULE_NOT_APPLICABLE unless a target has one input and one output of compatible shapes."""
+    """Raises RULE_NOT_APPLICABLE unless a target has one input and one output of compatible shapes, in one order."""
     if (
-        len(target.inputs) != 1
+        (target.op is not None and target.op.type in _PERMUTES)
+        or len(target.inputs) != 1
         or len(target.outputs) != 1
         or not target.inputs[0].shape.is_compatible_with(target.outputs[0].shape)
     ):
