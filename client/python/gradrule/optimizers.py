@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
+from gradrule.common.optimizer_settings import setting_fault
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import InvalidOptimizerError
 from gradrule.v1 import session_pb2
@@ -58,6 +59,13 @@ class Optimizer:
     clipvalue: float | None = None
     global_clipnorm: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises InvalidOptimizerError for a setting that is no finite number or outside of its range."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not callable(value):
+                self._number(field.name, value, 0)
+
     def message(self, step: int = 0) -> session_pb2.Optimizer:
         """Returns the settings as a message; a setting that is None keeps Keras's default.
 
@@ -65,7 +73,7 @@ class Optimizer:
             step: Number of completed steps, for a schedule.
 
         Raises:
-            InvalidOptimizerError: A setting is not a finite number, or a schedule does not return one.
+            InvalidOptimizerError: A schedule does not return a finite number >= 0.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         settings = {name: self._number(name, value, step) for name, value in given.items() if value is not None}
@@ -87,6 +95,9 @@ class Optimizer:
             raise InvalidOptimizerError(f"{where}; expected {expected}") from None
         if not math.isfinite(number):
             raise InvalidOptimizerError(f"{where}; expected {expected}")
+        fault = setting_fault(name, number, is_switch=isinstance(getattr(type(self), name), bool))
+        if fault is not None:
+            raise InvalidOptimizerError(f"{where}: {fault}")
         return number
 
 

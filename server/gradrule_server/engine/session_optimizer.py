@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
+from gradrule.common.optimizer_settings import setting_fault
 from gradrule.v1 import errors_pb2, session_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.errors import did_you_mean, error
@@ -38,18 +39,6 @@ _STATE = "start.optimizer_state"
 _SLOT = re.compile(r"v(\d+)(?:_(.+))?")
 _NUMBER = re.compile(r"_\d+$")
 
-_SHARE = (0.0, 1.0)
-_NOT_NEGATIVE = (0.0, math.inf)
-_NOT_POSITIVE = (-math.inf, 0.0)
-# Smallest and largest value of settings. Keras accepts other values without a word and then computes nonsense.
-_RANGES = {
-    **dict.fromkeys(("momentum", "rho", "beta_1", "beta_2"), _SHARE),
-    **dict.fromkeys(("learning_rate", "weight_decay", "clipnorm", "clipvalue", "global_clipnorm"), _NOT_NEGATIVE),
-    **dict.fromkeys(("epsilon", "epsilon_1", "epsilon_2", "initial_accumulator_value", "beta"), _NOT_NEGATIVE),
-    **dict.fromkeys(("l1_regularization_strength", "l2_regularization_strength"), _NOT_NEGATIVE),
-    **dict.fromkeys(("l2_shrinkage_regularization_strength", "clip_threshold"), _NOT_NEGATIVE),
-    **dict.fromkeys(("learning_rate_power", "beta_2_decay"), _NOT_POSITIVE),
-}
 # Not supported: averages of variables would have to be swapped in and out, and accumulated gradients span steps.
 _NOT_OFFERED = frozenset({"name", "self", "kwargs"} | {"use_ema", "ema_momentum", "ema_overwrite_frequency"})
 _NOT_OFFERED |= {"loss_scale_factor", "gradient_accumulation_steps"}
@@ -180,18 +169,11 @@ def _settings(message: session_pb2.Optimizer) -> dict[str, float | bool | int]:
             raise _invalid_optimizer(
                 f"{message.name} has no setting {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
             )
-        if not math.isfinite(value):
-            raise _invalid_optimizer(f"{message.name}: {name} is {value}; expected a finite number")
-        least, most = _RANGES.get(name, (-math.inf, math.inf))
-        if not least <= value <= most:
-            bounds = [f">= {least:g}"] * math.isfinite(least) + [f"<= {most:g}"] * math.isfinite(most)
-            raise _invalid_optimizer(f"{message.name}: {name} is {value:g}; expected a number {' and '.join(bounds)}")
-        if isinstance(known[name], bool):
-            if value not in (0.0, 1.0):
-                raise _invalid_optimizer(f"{message.name}: {name} is a switch, 0 or 1, not {value:g}")
-            settings[name] = bool(value)
-        else:
-            settings[name] = value
+        is_switch = isinstance(known[name], bool)
+        fault = setting_fault(name, value, is_switch=is_switch)
+        if fault is not None:
+            raise _invalid_optimizer(f"{message.name}: {fault}")
+        settings[name] = bool(value) if is_switch else value
     return settings
 
 
