@@ -14,7 +14,7 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules import CODE_RULES
 from gradrule_server.engine.code_rules.target import Gradient, RuleTarget
-from gradrule_server.engine.graph_import import replay
+from gradrule_server.engine.graph_import import NodeRefused, replay
 from gradrule_server.engine.op_gradients import gradient_of
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
@@ -174,7 +174,15 @@ class GraphRule(BoundRule):
             for variable, placeholder in rule_graph.inputs.items()
         }
         wanted = [name for name in rule_graph.results if name is not None]
-        computed = dict(zip(wanted, replay(prepared.graph_def, bound, wanted, scope="rule"), strict=True))
+        try:
+            computed = dict(zip(wanted, replay(prepared.graph_def, bound, wanted, scope="rule"), strict=True))
+        except NodeRefused as refused:
+            column = rule_graph.columns.get(refused.name)
+            where = f"node {refused.name!r} of its graph" if column is None else f"column {column} of its expression"
+            shapes = " and ".join(map(str, refused.shapes))
+            raise self._not_applicable(
+                target, f"{where} combines tensors of shapes {shapes}, which do not fit"
+            ) from refused
         gradients: list[Gradient] = []
         per_output = frozenset(f"{kind}{index}" for kind in ("y", "dy") for index in range(len(target.outputs)))
         one_shape = _ONE_SHAPE if target.op is not None and target.op.type in _KEEPS_SHAPE else frozenset()

@@ -100,10 +100,19 @@ def import_graph(
     return [by_name[name] if name in by_name else bound[tensor_name(name)] for name in wanted]
 
 
+class NodeRefused(Exception):
+    """TensorFlow refuses a node for the types and shapes of its inputs."""
+
+    def __init__(self, name: str, inputs: Sequence[tf.Tensor]) -> None:
+        super().__init__(name)
+        self.name = name
+        self.shapes = [value.shape for value in inputs]
+
+
 def replay(
     graph_def: tf_graph_pb2.GraphDef, bound: Mapping[str, tf.Tensor], wanted: Sequence[str], scope: str
 ) -> list[tf.Tensor]:
-    """Adds a few nodes, in order, to the current graph; returns the tensors `wanted`.
+    """Adds a few nodes, in order, to the current graph; returns the tensors `wanted`. Raises `NodeRefused`.
 
     The functions that they run must be known to the process. The cost does not depend on the size of the current
     graph; the cost of `import_graph` does.
@@ -118,12 +127,12 @@ def replay(
                 continue
             waits = [ops[source[1:]] for source in node.input if source.startswith("^") and source[1:] in ops]
             with graph.control_dependencies(waits):
-                op = ops[node.name] = graph.create_op(
-                    node.op,
-                    [made[tensor_name(source)] for source in node.input if not source.startswith("^")],
-                    attrs=dict(node.attr),
-                    name=node.name.rpartition("/")[2],
-                )
+                inputs = [made[tensor_name(source)] for source in node.input if not source.startswith("^")]
+                try:
+                    op = graph.create_op(node.op, inputs, attrs=dict(node.attr), name=node.name.rpartition("/")[2])
+                except (ValueError, TypeError) as cause:
+                    raise NodeRefused(node.name, inputs) from cause
+            ops[node.name] = op
             made.update({f"{node.name}:{index}": value for index, value in enumerate(op.outputs)})
     return [made[tensor_name(name)] for name in wanted]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import ml_dtypes
@@ -101,12 +101,14 @@ class RuleGraph:
             is a variable (x0 stands for `default0`), `param/NAME`, `reduced/x0` (x0 with some axes of size 1) or
             `graph` (unknown). A gradient whose only source is its own input has the shape of that input; a gradient
             without sources has rank 0.
+        columns: For each node of an expression: the column of the function or operator that it belongs to, from 1.
     """
 
     graph: graph_pb2.Graph
     inputs: Mapping[str, str]
     results: tuple[str | None, ...]
     shape_sources: tuple[frozenset[str], ...]
+    columns: Mapping[str, int] = field(default_factory=dict)
 
 
 def salt_for(node: str) -> int:

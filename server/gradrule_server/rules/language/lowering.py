@@ -76,7 +76,7 @@ def lower(formula: Formula, signature: Signature) -> RuleGraph:
         value = lowering.at_input(index if isinstance(formula.form, Each) else None).value(expression)
         results.append(lowering.result(value, expression, index) + ":0")
         sources.append(value.sources)
-    return RuleGraph(lowering.builder.graph, lowering.inputs, tuple(results), tuple(sources))
+    return RuleGraph(lowering.builder.graph, lowering.inputs, tuple(results), tuple(sources), lowering.columns)
 
 
 def _per_input(formula: Formula, signature: Signature) -> Sequence[Expression | None]:
@@ -117,6 +117,7 @@ class Lowering:
     def __init__(self, text: str, signature: Signature) -> None:
         self.builder = GraphBuilder()
         self.inputs: dict[str, str] = {}
+        self.columns: dict[str, int] = {}
         self.x_dtype = signature.x_dtype
         self._text = text
         self._signature = signature
@@ -214,11 +215,16 @@ class Lowering:
         return self._locating_errors(call, lambda: self._apply(call, arguments))
 
     def _locating_errors(self, call: Call, compute: Callable[[], Value]) -> Value:
-        """Calls a function, and adds the position of a call in the text to its type conflicts."""
+        """Calls a function; adds the position of a call in the text to its type conflicts and to its nodes."""
+        nodes = self.builder.graph.node
+        before = len(nodes)
         try:
-            return compute()
+            value = compute()
         except TypeConflictError as conflict:
             raise not_applicable(self._text, call.offset, str(conflict)) from None
+        for node in nodes[before:]:
+            self.columns.setdefault(node.name, call.offset + 1)
+        return value
 
     def _apply(self, call: Call, arguments: list[Value]) -> Value:
         function = call.function
