@@ -179,10 +179,7 @@ class GraphRule(BoundRule):
         except NodeRefused as refused:
             column = rule_graph.columns.get(refused.name)
             where = f"node {refused.name!r} of its graph" if column is None else f"column {column} of its expression"
-            shapes = " and ".join(map(str, refused.shapes))
-            raise self._not_applicable(
-                target, f"{where} combines tensors of shapes {shapes}, which do not fit"
-            ) from refused
+            raise self._not_applicable(target, f"{where}: {refused}") from refused
         gradients: list[Gradient] = []
         per_output = frozenset(f"{kind}{index}" for kind in ("y", "dy") for index in range(len(target.outputs)))
         one_shape = _ONE_SHAPE if target.op is not None and target.op.type in _KEEPS_SHAPE else frozenset()

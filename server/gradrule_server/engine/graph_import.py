@@ -103,10 +103,12 @@ def import_graph(
 class NodeRefused(Exception):
     """TensorFlow refuses a node for the types and shapes of its inputs."""
 
-    def __init__(self, name: str, inputs: Sequence[tf.Tensor]) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, inputs: Sequence[tf.Tensor], cause: Exception) -> None:
+        # TensorFlow's message ends with the node, which no user wrote.
+        why = str(cause).partition(" for '{{node")[0].rstrip(". ")
+        shapes = ", ".join(str(value.shape) for value in inputs)
+        super().__init__(f"{why} (shapes of its operands: {shapes})")
         self.name = name
-        self.shapes = [value.shape for value in inputs]
 
 
 def replay(
@@ -131,7 +133,7 @@ def replay(
                 try:
                     op = graph.create_op(node.op, inputs, attrs=dict(node.attr), name=node.name.rpartition("/")[2])
                 except (ValueError, TypeError) as cause:
-                    raise NodeRefused(node.name, inputs) from cause
+                    raise NodeRefused(node.name, inputs, cause) from cause
             ops[node.name] = op
             made.update({f"{node.name}:{index}": value for index, value in enumerate(op.outputs)})
     return [made[tensor_name(name)] for name in wanted]

@@ -42,6 +42,8 @@ def clean_message(message: str) -> str:
 
 # The node that failed, as TensorFlow writes it at the end: an imported node, or a node of a function.
 _FAILED_NODE = re.compile(r"\[\[(?:\{\{node g/|\{\{function_node [^}]*\}\}\{\{node )([^}]+)\}\}")
+# A node that the gradient of an imported node made; TensorFlow names it after that node.
+_FAILED_GRADIENT = re.compile(r"\[\[(?:\{\{function_node [^}]*\}\})?\{\{node [^}]*\bg/([^}]+)_grad/[^}]*\}\}")
 # TensorFlow puts the nodes of a loop or branch between the nodes of the graph, and adds such a part to their names.
 _LOWERED = re.compile(r"/\w+/_\d+/")
 # How TensorFlow shows the node that it cannot import: 'name = MatMul[attributes](inputs)'.
@@ -51,9 +53,9 @@ _REFUSED_NODE = re.compile(r" for '(?:\{\{node )?(?:g/)?([^ '}]+)(?:\}\})? = (\w
 def failed_node(message: str) -> str:
     """Returns the node of the uploaded graph at which a run failed; empty if TensorFlow's message names none.
 
-    Nodes within a loop, branch or call are named `call/inner`.
+    Nodes within a loop, branch or call are named `call/inner`. Of a gradient it returns the node that it belongs to.
     """
-    found = _FAILED_NODE.search(message)
+    found = _FAILED_GRADIENT.search(message) or _FAILED_NODE.search(message)
     return "" if found is None else _LOWERED.sub("/", found[1])
 
 
