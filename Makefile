@@ -38,7 +38,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-kernels test-models test-peers test-console test-bridges cluster-test postgres redis nginx kubectl placement lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-kernels test-models test-peers test-console test-bridges cluster-test postgres redis nginx kubectl placement lint format proto client proto-baseline tables op-policy gradients docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -118,6 +118,9 @@ tables: $(VENV)/.installed ## generate the table of op definitions from the inst
 
 op-policy: $(VENV)/.installed ## deny ops that are new in the installed TensorFlow, until somebody reviews them; writes docs/reference/ops.md
 	$(VENV)/bin/python tools/generate_op_policy.py
+
+gradients: $(VENV)/.installed ## compare the gradients of all differentiable ops with finite differences; writes docs/reference/gradients.md
+	$(VENV)/bin/python -m tests.policy.gradients
 
 docs: $(VENV)/.installed ## generate docs/reference/rules.md from the registry and the last comparison with other libraries
 	$(VENV)/bin/python tools/generate_reference.py

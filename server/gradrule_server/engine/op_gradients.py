@@ -1,4 +1,7 @@
-"""Finds the gradient function of an op type: TensorFlow's, or one that also works where that fails on the CPU."""
+"""Finds the gradient function of an op type: TensorFlow's, or one that is right where that is wrong or fails.
+
+docs/reference/gradients.md lists the ops and attributes that were compared with finite differences.
+"""
 
 from __future__ import annotations
 
@@ -51,4 +54,106 @@ def _dilated(w: tf.Tensor, steps: list[int]) -> tf.Tensor:
     return full[: (height - 1) * steps[0] + 1, : (width - 1) * steps[1] + 1]
 
 
-_REPLACED = {"Conv2D": _conv2d_gradient}
+def _complex_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
+    """Returns TensorFlow's gradients, with the conjugate of the derivative, which they lack for complex numbers."""
+    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+    if not dy.dtype.is_complex:
+        return registered(op, dy)
+    if op.type == "SquaredDifference":
+        # Its value is |x - y|², without imaginary part.
+        return registered(op, tf.cast(tf.math.real(dy), dy.dtype))
+    return [tf.math.conj(gradient) for gradient in registered(op, tf.math.conj(dy))]
+
+
+def _padded_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
+    """Returns TensorFlow's gradients with that of the padding value, the last input, which TensorFlow leaves out."""
+    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+    first, *others = registered(op, dy)
+    # Each element of the output is one of the first input or the padding value.
+    return [first, *others[:-1], tf.reduce_sum(dy) - tf.reduce_sum(first)]
+
+
+def _stitch_gradient(op: tf.Operation, dy: Any) -> Any:
+    """Returns the gradients of DynamicStitch: zeros for a slice that a later slice of the same index replaced."""
+    dy = tf.convert_to_tensor(dy)
+    count = len(op.inputs) // 2
+    indices = [tf.reshape(value, [-1]) for value in list(op.inputs)[:count]]
+    ends = tf.cumsum([tf.size(index) for index in indices])
+    places = [tf.range(ends[n] - tf.size(index), ends[n]) for n, index in enumerate(indices)]
+    last = tf.dynamic_stitch(indices, places)
+    gradients = []
+    for index, place, value in zip(indices, places, list(op.inputs)[count:], strict=True):
+        remains = tf.gather(last, index) == place
+        rows = tf.where(
+            tf.reshape(remains, tf.concat([tf.shape(index), tf.ones(tf.rank(dy) - 1, tf.int32)], 0)),
+            tf.gather(dy, index),
+            0,
+        )
+        gradients.append(tf.reshape(rows, tf.shape(value)))
+    return [None] * count + gradients
+
+
+def _cumprod_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
+    """Returns the gradients of Cumprod; that of the first 0 along the axis, which TensorFlow gives as 0, is added."""
+    registered, _ = cast("tf_private.GradientFunction", tf_private.gradient_of("Cumprod"))(op, dy)
+    x, axis = op.inputs
+    is_exclusive, is_reverse = op.get_attr("exclusive"), op.get_attr("reverse")
+    zeros = tf.cast(tf.equal(x, 0), tf.int32)
+    is_first = tf.equal(zeros - tf.cumsum(zeros, axis, exclusive=True, reverse=is_reverse), 1)
+    products = tf.math.cumprod(tf.where(is_first, tf.ones_like(x), x), axis, is_exclusive, is_reverse)
+    by_first = tf.cumsum(tf.math.conj(products) * dy, axis, is_exclusive, not is_reverse)
+    return tf.where(is_first, by_first, registered), None
+
+
+def _batch_norm_gradient(op: tf.Operation, *dys: tf.Tensor) -> Any:
+    """Returns TensorFlow's gradients, with those of a given mean and variance, which TensorFlow leaves out."""
+    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+    by_x, by_scale, by_offset, *others = registered(op, *dys)
+    if op.get_attr("is_training"):
+        return [by_x, by_scale, by_offset, *others]
+    scale, variance = op.inputs[1], op.inputs[4] + op.get_attr("epsilon")
+    return [by_x, by_scale, by_offset, -by_offset * scale * tf.math.rsqrt(variance), -0.5 * by_scale * scale / variance]
+
+
+def _cross_entropy_gradient(op: tf.Operation, by_loss: tf.Tensor, by_backprop: tf.Tensor) -> Any:
+    """Returns TensorFlow's gradients; of those of the labels it leaves out that of the output softmax - labels."""
+    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+    by_features, by_labels = registered(op, by_loss, by_backprop)
+    return by_features, by_labels - by_backprop
+
+
+def _block_lstm_v2_gradient(op: tf.Operation, *dys: tf.Tensor) -> Any:
+    """Returns the gradients of BlockLSTMV2. TensorFlow registers those of BlockLSTM, whose gates have another order."""
+    inputs = zip(("seq_len_max", "x", "cs_prev", "h_prev", "w", "wci", "wcf", "wco", "b"), op.inputs, strict=True)
+    outputs = zip(("i", "cs", "f", "o", "ci", "co", "h"), op.outputs, strict=True)
+    given = {"cs_grad": dys[1], "h_grad": dys[6], "use_peephole": op.get_attr("use_peephole")}
+    return None, *tf.raw_ops.BlockLSTMGradV2(**dict(inputs), **dict(outputs), **given)
+
+
+def _list_gather_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
+    """Returns the gradient of TensorListGather: TensorFlow keeps one row only of an element that is gathered twice."""
+    handle, indices, shape = op.inputs
+    count = tf.raw_ops.TensorListLength(input_handle=handle)
+    rows = tf.math.unsorted_segment_sum(tf.convert_to_tensor(dy), indices, count)
+    return tf.raw_ops.TensorListFromTensor(tensor=rows, element_shape=shape), None, None
+
+
+def _no_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
+    """Raises `NotImplementedError`: TensorFlow moves dy by the inverse transform, which is no derivative."""
+    raise NotImplementedError("it is the inverse transform of dy, and no derivative; override the node with a rule")
+
+
+_REPLACED = {
+    "BlockLSTMV2": _block_lstm_v2_gradient,
+    "Conv2D": _conv2d_gradient,
+    "Cumprod": _cumprod_gradient,
+    "SoftmaxCrossEntropyWithLogits": _cross_entropy_gradient,
+    "DynamicStitch": _stitch_gradient,
+    "TensorListGather": _list_gather_gradient,
+    **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _batch_norm_gradient),
+    **dict.fromkeys(("MulNoNan", "SquaredDifference", "Xdivy", "Xlog1py", "Xlogy"), _complex_gradient),
+    **dict.fromkeys(
+        ("MatrixDiagPartV2", "MatrixDiagPartV3", "MatrixDiagV2", "MatrixDiagV3", "PadV2"), _padded_gradient
+    ),
+    **dict.fromkeys(("ImageProjectiveTransformV2", "ImageProjectiveTransformV3"), _no_gradient),
+}

@@ -33,7 +33,7 @@ def test_message_names_the_valid_range() -> None:
     with pytest.raises(gr.errors.InvalidOptimizerError, match=r"momentum is 1\.5.* >= 0 and <= 1"):
         optimizers.SGD(momentum=1.5)
     with pytest.raises(gr.errors.InvalidOptimizerError, match=r"nesterov is 2.*0 or 1"):
-        optimizers.SGD(nesterov=2)  # type: ignore[arg-type]
+        optimizers.SGD(nesterov=2)
 
 
 def test_schedules_are_checked_at_each_step() -> None:

@@ -336,7 +336,7 @@ def lrp_norm(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Se
         own = target.own_gradients([tf.cast(_ratio(dy, tf.cast(y, dtype), eps), y.dtype)])
     else:
         again = repeated(op, target.inputs)
-        gradient = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+        gradient = cast("tf_private.GradientFunction", gradient_of(op.type))
         found = gradient(again.op, _ratio(dy, unrounded(y, lambda: again), eps))
         own = found if isinstance(found, (list, tuple)) else [found]
     # The quotient overflows where y is 0; inputs are usually 0 there, and get 0.
