@@ -71,9 +71,12 @@ class GradruleError(Exception):
 class NoMemoryLeft(GradruleError):
     """A process had no memory left for a request: MEMORY_EXCEEDED. Another process may have enough.
 
-    `is_alone`: whether nothing else took memory in the process, so that no other process would have more.
+    Attributes:
+        holds_nothing: Whether the process holds next to nothing, so that another one would have no more memory.
+        is_alone: Whether the process has loaded no other program and runs nothing else.
     """
 
+    holds_nothing: bool = False
     is_alone: bool = False
 
 

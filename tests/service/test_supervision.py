@@ -163,8 +163,22 @@ def cases(corpus: tuple[HarmfulGraph, ...], kinds: set[str]) -> Any:
     return pytest.mark.parametrize("bad", [pytest.param(b, id=b.name) for b in corpus if WHOLE or b.name in kinds])
 
 
+@cases(tuple(bad for bad in CRASHES if bad.told == "MEMORY_EXCEEDED"), _KINDS_OF_CRASHES)
+def test_graph_that_ends_engines_for_lack_of_memory_is_not_quarantined(
+    supervised: RunningServer, own: Any, bad: HarmfulGraph
+) -> None:
+    """The next call may have a smaller batch."""
+    graph = bad.build()
+    with healthy_client(supervised.target):
+        for _ in range(2):
+            with refused("MEMORY_EXCEEDED") as told:
+                evaluate(own, graph, bad, 60.0)
+            told.says("SIG", bad.says, "--memory-limit")
+    assert not own.server_status().quarantined_programs
+
+
 @provokes("ENGINE_CRASHED", "QUARANTINED")
-@cases(CRASHES, _KINDS_OF_CRASHES)
+@cases(tuple(bad for bad in CRASHES if bad.told != "MEMORY_EXCEEDED"), _KINDS_OF_CRASHES)
 def test_crashing_graph_is_reported_and_then_refused(supervised: RunningServer, own: Any, bad: HarmfulGraph) -> None:
     graph = bad.build()
     with healthy_client(supervised.target):
@@ -219,10 +233,10 @@ def test_graph_beyond_the_memory_limit_is_refused_with_the_limit(supervised: Run
     zeros = build_graph_def(lambda: tf.reduce_sum(tf.zeros([placeholder("n", tf.int64, [])]), name="y"))
     with healthy_client(supervised.target):
         # A graph whose shapes show the excess is refused before it runs; the others fail when memory runs out.
-        for graph, limit in ((zeros, "3 GiB"), (build_graph_def(_doubled), str(3 * 1024**3))):
+        for graph in (zeros, build_graph_def(_doubled)):
             with refused("MEMORY_EXCEEDED") as told:
                 own.evaluate(graph, feeds={"n": np.int64(10_000_000_000)}, fetches=["y"])
-            told.says(limit)
+            told.says("3 GiB (--memory-limit)")
             assert own.evaluate(graph, feeds={"n": np.int64(1000)}, fetches=["y"]).outputs["y"] == 0
     # TensorFlow's allocation failed, and no engine died.
     assert engine_pids(supervised) == before

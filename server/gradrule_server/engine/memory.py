@@ -20,6 +20,7 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.graph_import import label_varying
 from gradrule_server.engine.memory_estimate import MemoryNeed, estimate_need, static_bytes
 from gradrule_server.errors import Finding, NoMemoryLeft, error
+from gradrule_server.link.operating_system import allocated_bytes
 from gradrule_server.policy.op_tables import input_numbers
 
 # Inputs that decide how large an output is, by op: a call may feed them.
@@ -34,6 +35,8 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 # Threads that TensorFlow starts for each core: those that compute, those of functions, those of sessions, those of XLA.
 _TF_THREADS_PER_CORE = 4
 _MAX_STACK = 8 << 20
+# A process that holds less than this share of its limit holds nothing that another process would not hold too.
+_NOTHING_SHARE = 0.05
 # Number of results that are kept.
 _MAX_RESULTS = 256
 
@@ -47,6 +50,8 @@ class _ProcessLimit:
     """The memory limit of this process."""
 
     bytes = 0
+    first_allocated = 0
+    """Bytes that were allocated when the limit was set."""
 
 
 def limit_memory(limit: int, threads: int = 0) -> None:
@@ -55,7 +60,7 @@ def limit_memory(limit: int, threads: int = 0) -> None:
     What is reserved and not used does not count: that of now, and the stacks of threads that start later: `threads`,
     and TensorFlow's.
     """
-    _ProcessLimit.bytes = limit
+    _ProcessLimit.bytes, _ProcessLimit.first_allocated = limit, allocated_bytes()
     if not limit:
         return
     reserved = max(0, _status("VmData") - _status("RssAnon"))
@@ -71,10 +76,11 @@ def memory_error(what: str) -> NoMemoryLeft:
     limit = f"{_format_bytes(_ProcessLimit.bytes)} (--memory-limit)" if _ProcessLimit.bytes else "the machine's memory"
     used = _format_bytes(_status("RssAnon"))
     message = (
-        f"no memory is left; {used} of {limit} are in use: {what}. Send a smaller batch or graph, delete programs and "
-        "handles that are not needed, or start the server with a larger --memory-limit"
+        f"no memory is left; {used} of {limit} are in use: {what}. Send a smaller batch or graph, delete programs "
+        "and handles that are not needed, or start the server with a larger --memory-limit"
     )
-    return NoMemoryLeft([Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)])
+    holds_nothing = allocated_bytes() - _ProcessLimit.first_allocated < _NOTHING_SHARE * _ProcessLimit.bytes
+    return NoMemoryLeft([Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)], holds_nothing=holds_nothing)
 
 
 def _stack_bytes() -> int:

@@ -109,7 +109,8 @@ def translate_error(
     if failed is not None:
         return failed
     if isinstance(cause, tf.errors.OpError) and out_of_memory(cause):
-        return memory_error(clean_message(message))
+        # The rest is advice for programs that call TensorFlow.
+        return memory_error(clean_message(message).partition(" Hint: ")[0])
     node, text = failed_node(message), clean_message(message)
     if not node and run_again is not None:
         try:

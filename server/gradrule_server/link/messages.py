@@ -96,6 +96,7 @@ def fault_message(cause: GradruleError) -> link_pb2.Fault:
         findings=[finding_message(item) for item in cause.findings],
         not_loaded=isinstance(cause, ProgramNotLoaded),
         no_memory=isinstance(cause, NoMemoryLeft),
+        holds_nothing=isinstance(cause, NoMemoryLeft) and cause.holds_nothing,
         retry_after_s=cause.retry_after_s,
         resources=[link_pb2.FaultResource(type=item.type, name=item.name) for item in resources],
     )
@@ -118,7 +119,7 @@ def error_from_fault(fault: link_pb2.Fault) -> GradruleError:
     if fault.not_loaded:
         return ProgramNotLoaded(findings)
     if fault.no_memory:
-        return NoMemoryLeft(findings)
+        return NoMemoryLeft(findings, holds_nothing=fault.holds_nothing)
     resources = [Resource(item.type, item.name) for item in fault.resources]
     return GradruleError(
         findings,

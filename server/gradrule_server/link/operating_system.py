@@ -155,6 +155,15 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+def allocated_bytes() -> int:
+    """Returns the bytes that malloc has given to this process and not got back; 0 with other C libraries."""
+    info = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if info is None:
+        return 0
+    info.restype = _MallocInfo
+    return int(info().uordblks)
+
+
 class HeapTrimmer:
     """Makes glibc return unused memory once there is much of it, since gRPC's buffers are spread over many arenas.
 

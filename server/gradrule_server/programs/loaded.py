@@ -150,10 +150,11 @@ class LoadedPrograms:
         return answer
 
     def make_room(self, load: Load, full: NoMemoryLeft) -> None:
-        """Frees the memory of an engine that has none left for a program; sets `is_alone`."""
+        """Frees the memory of an engine that has none left for a program; completes the error."""
         cache = self._engine_cache(load.engine)
         full.is_alone = cache.is_only(load)
-        cache.make_room(load)
+        if not full.holds_nothing:
+            cache.make_room(load)
 
     def forget(self, load: Load) -> None:
         """Removes a program that the engine does not have."""

@@ -809,6 +809,7 @@ class Fault(google.protobuf.message.Message):
     RETRY_AFTER_S_FIELD_NUMBER: builtins.int
     RESOURCES_FIELD_NUMBER: builtins.int
     NO_MEMORY_FIELD_NUMBER: builtins.int
+    HOLDS_NOTHING_FIELD_NUMBER: builtins.int
     reason: gradrule.v1.errors_pb2.ErrorReason.ValueType
     """Machine-readable reason."""
     message: builtins.str
@@ -819,6 +820,8 @@ class Fault(google.protobuf.message.Message):
     """Time after which the same request may succeed, seconds. Not set: unknown."""
     no_memory: builtins.bool
     """Whether the process had no memory left. Another process may have enough."""
+    holds_nothing: builtins.bool
+    """Whether another process would have no more memory, because this one holds next to nothing."""
     @property
     def findings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.program_pb2.Finding]:
         """All findings."""
@@ -837,9 +840,10 @@ class Fault(google.protobuf.message.Message):
         retry_after_s: builtins.float | None = ...,
         resources: collections.abc.Iterable[global___FaultResource] | None = ...,
         no_memory: builtins.bool = ...,
+        holds_nothing: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "findings", b"findings", "message", b"message", "no_memory", b"no_memory", "not_loaded", b"not_loaded", "reason", b"reason", "resources", b"resources", "retry_after_s", b"retry_after_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "findings", b"findings", "holds_nothing", b"holds_nothing", "message", b"message", "no_memory", b"no_memory", "not_loaded", b"not_loaded", "reason", b"reason", "resources", b"resources", "retry_after_s", b"retry_after_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_retry_after_s", b"_retry_after_s"]) -> typing.Literal["retry_after_s"] | None: ...
 
 global___Fault = Fault
