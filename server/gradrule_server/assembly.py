@@ -117,13 +117,14 @@ def call_times(settings: Settings) -> CallTimes:
 
 def create_connection_watch(settings: Settings) -> ConnectionWatch:
     """Returns the watch that closes connections which exceed the limits on connections and unfinished messages."""
+    connection_bytes, address_bytes = settings.unfinished_limits()
     return ConnectionWatch(
         ConnectionLimits(
             connections=settings.max_connections,
             unauthenticated=settings.max_unauthenticated_connections,
             unauthenticated_s=settings.unauthenticated_idle_s,
-            connection_bytes=settings.tenant_limit("bytes_in_flight"),
-            address_bytes=settings.server_limit("bytes_in_flight"),
+            connection_bytes=connection_bytes,
+            address_bytes=address_bytes,
             stall_s=settings.stall_s,
         )
     )

@@ -107,6 +107,18 @@ GRAPH_LIMIT_FLAGS: dict[str, tuple[Any, LimitFlag]] = {
 """The limits of `Limits` that have a flag: name → default and flag."""
 
 
+MEMORY_SHARES = {"engines": 0.6, "bytes_in_flight": 0.25, "shared_bytes": 0.1}
+"""How the settings that are `auto` divide the memory of the machine or container.
+
+The rest is for the front end itself, with rules and caches. `docs/guide/operating.md` has this table too.
+"""
+
+HELD_PER_BYTE = 6
+"""Bytes of memory for each byte of requests and answers in flight: gRPC, Python, the memory that the engine shares, and
+what malloc keeps for a while each have a copy. Measured: 3.7 for calls with small answers, 5.3 for answers as large as
+their requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class TenantResource:
     """A resource that is limited for the whole server (`--max-NAME`) and for each tenant (`--tenant-NAME`).
@@ -114,7 +126,7 @@ class TenantResource:
     Attributes:
         name: Its name in the settings and in the message `TenantStatus`.
         what: The resource as a plural noun, for error messages.
-        default: Default of the server's limit.
+        default: Default of the server's limit; where `is_share`, the largest.
         help: What the limits bound, as a noun phrase for the help text of both flags.
         help_more: More for the help text of the server's flag only.
         is_size: Whether the limits are numbers of bytes, which may have a unit (`64MiB`).
@@ -136,6 +148,11 @@ class TenantResource:
     has_quota: bool = True
     gauge: str = ""
     description: str = ""
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the server's limit is a share of the memory by default; see `MEMORY_SHARES`."""
+        return self.name in MEMORY_SHARES
 
     @property
     def max_setting(self) -> str:
@@ -165,7 +182,8 @@ TENANT_RESOURCES = (
         "bytes of requests at a time",
         2 * _GIB,
         "total size of concurrent requests",
-        "; further requests are refused with OVERLOADED",
+        "; further requests are refused with OVERLOADED; auto: 4 % of the memory, because a request takes six times "
+        "its size",
         is_size=True,
         has_quota=False,
     ),
@@ -224,7 +242,7 @@ TENANT_RESOURCES = (
         "bytes of shared memory",
         16 * _GIB,
         "memory that clients on this host share with the server for large tensors",
-        ", used or not, at least 64 MiB for each client; 0 disables shared memory",
+        ", used or not, at least 64 MiB for each client; 0 disables shared memory; auto: 10 % of the memory",
         is_size=True,
         can_be_zero=True,
     ),

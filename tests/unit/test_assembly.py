@@ -63,4 +63,4 @@ async def test_default_memory_limit_includes_a_compile_worker(
 ) -> None:
     monkeypatch.setattr(operating_system, "available_memory", lambda: 60 * 2**30)
     pool = assembly.create_engine_pool(Settings.load(flags, {}), BlobStore(tmp_path, 0), lambda ready: None)
-    assert pool.memory_limit == int(60 * 2**30 * 0.8) // processes
+    assert pool.memory_limit == int(60 * 2**30 * 0.6) // processes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradrule_server import assembly
-from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
+from gradrule_server.limits import GRAPH_LIMIT_FLAGS, HELD_PER_BYTE, MEMORY_SHARES, TENANT_RESOURCES
 from gradrule_server.settings import (
     GROUPS,
     PRESETS,
@@ -19,6 +19,7 @@ from gradrule_server.settings import (
     environment_name,
     file_key,
     flag_name,
+    model,
 )
 
 HOME = {"HOME": "/home/ada"}
@@ -183,9 +184,39 @@ def test_what_contradicts_the_preset_for_development(argv: list[str], parts: lis
 def test_tenant_share_sets_all_tenant_limits_that_are_not_set(config: Any) -> None:
     settings = Settings.load(["--tenant-share", "0.5", *config("tenant-rules = 7")], HOME)
     for resource in TENANT_RESOURCES:
-        expected = 7 if resource.name == "rules" else resource.default // 2
+        expected = 7 if resource.name == "rules" else settings.server_limit(resource.name) // 2
+        if resource.name == "bytes_in_flight":
+            expected = max(expected, 2 * settings.max_message_bytes)
         assert settings.tenant_limit(resource.name) == expected
     assert "above 0 and at most 1" in refusal(["--tenant-share", "0"])
+
+
+@pytest.mark.parametrize("gib", [4, 16])
+def test_memory_of_a_container_is_divided_between_its_uses(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    memory = gib << 30
+    monkeypatch.setattr(model, "available_memory", lambda: memory)
+    settings = Settings.load([], HOME)
+    assert sum(MEMORY_SHARES.values()) < 1
+    held = settings.server_limit("bytes_in_flight") * HELD_PER_BYTE
+    assert MEMORY_SHARES["bytes_in_flight"] * memory == pytest.approx(held, rel=0.01)
+    assert settings.server_limit("shared_bytes") == int(MEMORY_SHARES["shared_bytes"] * memory)
+    # One tenant of many can send a message of the largest size, and its connection may hold it unfinished.
+    strict = Settings.load(["--tokens", "/t"], HOME)
+    assert strict.tenant_limit("bytes_in_flight") >= 2 * strict.max_message_bytes
+    assert strict.unfinished_limits()[0] >= 2 * strict.max_message_bytes
+    assert Settings.load(["--max-bytes-in-flight", "1GiB"], HOME).server_limit("bytes_in_flight") == 1 << 30
+
+
+def test_operating_guide_has_the_shares_of_the_memory() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guide/operating.md").read_text()
+    shares = {name: f"{share:.0%}".replace("%", " %") for name, share in MEMORY_SHARES.items()}
+    flags = {
+        "bytes_in_flight": "--max-bytes-in-flight",
+        "engines": "--memory-limit",
+        "shared_bytes": "--max-shared-bytes",
+    }
+    for name, share in shares.items():
+        assert f"| `{flags[name]}` | {share} |" in guide
 
 
 def test_every_limit_on_graphs_reaches_the_graphs() -> None:

@@ -11,6 +11,8 @@ import struct
 from collections import deque
 from pathlib import Path
 
+from gradrule_server.limits import MEMORY_SHARES
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.prctl.restype = ctypes.c_int
@@ -21,7 +23,6 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 # linux/prctl.h
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 
-_ENGINES_SHARE = 0.8
 _MIN_LIMIT = 1024 * 1024 * 1024
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -106,7 +107,7 @@ def _checked(result: int) -> int:
 
 def memory_share(engines: int) -> int:
     """Returns the default memory limit of an engine: most of the available memory, divided by their number. Bytes."""
-    return max(_MIN_LIMIT, int(available_memory() * _ENGINES_SHARE) // engines)
+    return max(_MIN_LIMIT, int(available_memory() * MEMORY_SHARES["engines"]) // engines)
 
 
 def available_memory() -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, create_model
 
-from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
+from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES, TenantResource
 from gradrule_server.settings.sources import SettingsError
 
 _MIB = 1 << 20
@@ -264,14 +264,19 @@ class Storage(SettingsGroup):
     )
 
 
+def _limit_type(resource: TenantResource) -> Any:
+    """Returns the type of the server's limit of a resource."""
+    bound = Field(ge=0) if resource.can_be_zero else Field(gt=0)
+    limit: Any = Annotated[ByteSize, bound] if resource.is_size else Annotated[int, bound]
+    return Literal["auto"] | limit if resource.is_share else limit
+
+
 @_with_fields(
     {
         resource.max_setting: (
-            ByteSize if resource.is_size else int,
+            _limit_type(resource),
             Field(
-                ByteSize(resource.default) if resource.is_size else resource.default,
-                gt=None if resource.can_be_zero else 0,
-                ge=0 if resource.can_be_zero else None,
+                "auto" if resource.is_share else ByteSize(resource.default) if resource.is_size else resource.default,
                 description=f"Maximum {'' if resource.is_size else 'number of '}{resource.help}{resource.help_more}.",
             ),
         )

@@ -11,7 +11,8 @@ from typing import Any, Self
 from pydantic import ValidationError, field_validator, model_validator
 
 from gradrule.common.fast_paths import disabled_paths
-from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
+from gradrule_server.limits import GRAPH_LIMIT_FLAGS, HELD_PER_BYTE, MEMORY_SHARES, TENANT_RESOURCES
+from gradrule_server.link.operating_system import available_memory
 from gradrule_server.registry.database_url import check_url
 from gradrule_server.settings import groups, sources
 from gradrule_server.settings.command_line import format_config, parse_flags
@@ -179,14 +180,27 @@ class Settings(
 
     def server_limit(self, resource: str) -> int:
         """Returns the limit of a `TenantResource` over all tenants."""
-        return int(getattr(self, _RESOURCES[resource].max_setting))
+        given = getattr(self, _RESOURCES[resource].max_setting)
+        if given != "auto":
+            return int(given)
+        held = available_memory() * MEMORY_SHARES[resource]
+        copies = HELD_PER_BYTE if resource == "bytes_in_flight" else 1
+        return min(int(held / copies), _RESOURCES[resource].default)
+
+    def unfinished_limits(self) -> tuple[int, int]:
+        """Returns the most bytes of unfinished messages of a connection and of an address, of which one copy exists."""
+        copies = HELD_PER_BYTE if getattr(self, _RESOURCES["bytes_in_flight"].max_setting) == "auto" else 1
+        return self.tenant_limit("bytes_in_flight") * copies, self.server_limit("bytes_in_flight") * copies
 
     def tenant_limit(self, resource: str) -> int:
         """Returns the limit of a `TenantResource` for each tenant: its own setting, or a share of the server's."""
         own: int | None = getattr(self, _RESOURCES[resource].tenant_setting)
         if own is not None:
             return own
-        return self.tenant_share_of(self.server_limit(resource))
+        limit = self.server_limit(resource)
+        share = self.tenant_share_of(limit)
+        # A tenant's messages may have the size that one may have, also in a small container.
+        return max(share, min(limit, 2 * self.max_message_bytes)) if resource == "bytes_in_flight" else share
 
     def tenant_share_of(self, limit: int) -> int:
         """Returns each tenant's share of a limit of the server."""
@@ -208,6 +222,8 @@ _EXPECTED = {
     "device": "expected auto, cpu or gpu:N, gpu:0 for example",
     "max_engines": "expected auto or a number from 2",
     "memory_limit": "expected auto or a number of bytes, 8GiB for example",
+    "max_bytes_in_flight": "expected auto or a number of bytes above 0, 2GiB for example",
+    "max_shared_bytes": "expected auto or a number of bytes, 2GiB for example",
     "tenant_share": "expected auto or a number above 0 and at most 1, 0.25 for example",
 }
 """What a setting expects, where pydantic's own reason does not help."""

@@ -30,22 +30,22 @@ def _limit(folder: Path, file: str, text: str) -> None:
 
 
 def test_a_machine_without_groups(machine: Path) -> None:
-    assert memory_share(1) == int(64 * _GIB * 0.8)
-    assert memory_share(4) == int(64 * _GIB * 0.8) // 4
+    assert memory_share(1) == int(64 * _GIB * 0.6)
+    assert memory_share(4) == int(64 * _GIB * 0.6) // 4
 
 
 @pytest.mark.parametrize("at", ["a/b", "a", "."])
 def test_the_least_of_all_groups_around(machine: Path, at: str) -> None:
     (machine / "cgroup").write_text("0::/a/b\n")
     for folder in ("a/b", "a", "."):
-        _limit(machine / folder, "memory.max", str(10 * _GIB) if folder == at else "max")
-    assert memory_share(1) == 8 * _GIB
+        _limit(machine / folder, "memory.max", str(20 * _GIB) if folder == at else "max")
+    assert memory_share(1) == 12 * _GIB
 
 
 def test_groups_of_the_older_kind(machine: Path) -> None:
     (machine / "cgroup").write_text("5:cpu,cpuacct:/c\n4:memory:/docker/x\n")
     _limit(machine / "memory", "memory.limit_in_bytes", str(20 * _GIB))
-    assert memory_share(2) == 8 * _GIB
+    assert memory_share(2) == 6 * _GIB
 
 
 def test_never_less_than_an_engine_needs_to_start(machine: Path) -> None:
