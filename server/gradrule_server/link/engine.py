@@ -57,7 +57,8 @@ class Engine:
         index: Its number in metrics.
         spares: Provides its processes; None if the caller installs one.
         on_change: Called when a process comes or goes.
-        on_idle: Called when the last request has ended, and when the last session or forward handle has.
+        on_idle: Called when the last request has ended, when the last session or forward handle has, and when an
+            engine that was given away gets one.
         owner: The tenant; None until a tenant needs the engine.
         use: What it is for.
         ended: Counts the ends of its processes, by reason.
@@ -104,7 +105,7 @@ class Engine:
         self.holders = 0
         """Calls that hold a program of the engine, whether they have a request there or not."""
         self.turn_started = 0.0
-        """Loop time since which its tenant can use the process."""
+        """Loop time since which its tenant can use it."""
         self.is_given_away = False
         """Whether its place goes to another tenant once its running calls have ended; it gets no further calls."""
         self.programs = 0
@@ -220,9 +221,12 @@ class Engine:
         self._process = process
         process.connection.process = process
         process.connection.on_lost = lambda: self._handle_end(process)
+        self.used_at = asyncio.get_running_loop().time()
+        if not self.generation:
+            # A later process does not start another turn: its tenant may have ended the process before.
+            self.turn_started = self.used_at
         self.generation += 1
         self.kept = self.programs = 0
-        self.used_at = self.turn_started = asyncio.get_running_loop().time()
         process.connection.on_idle = self._on_idle
         for digest in self._without_jit:
             process.connection.notify(Kind.JIT_NOTICE, jit_refusal(digest))
@@ -400,7 +404,7 @@ class Engine:
         """Changes the number of sessions and handles that are pinned to the process of a generation."""
         if generation == self.generation:
             self.kept += change
-            if not self.kept:
+            if not self.kept or self.is_given_away:
                 self._on_idle()
 
     @contextlib.contextmanager

@@ -381,8 +381,8 @@ class EnginePool:
         )
 
     def _handle_idle(self, engine: Engine) -> None:
-        """Lets tenants that wait use an engine that has nothing to do, or that holds nothing any more."""
-        if not self._waiting or engine.kept:
+        """Assigns places again for tenants that wait, because an engine has nothing to do, or what it holds changed."""
+        if not self._waiting or (engine.kept and not engine.is_given_away):
             return
         # Engines are idle often during their turns, when calls gain nothing by that.
         if self._is_turn_over(engine) or any(need is not Need.PROGRAMS for _, need in self._waiting):
@@ -436,11 +436,11 @@ class EnginePool:
     def _serve(self, waiting: _WaitingTenant) -> bool:
         """Gives a tenant what it needs, if that is possible now."""
         owner, need = waiting.owner, waiting.need
-        if need is Need.HANDLE:
-            return self._may_keep(owner)
+        if need is Need.HANDLE and self._may_keep(owner):
+            return True
         if need is Need.PROGRAMS and (self._has_place(owner) or self._claim(owner) is not None):
             return True
-        replaces_session = need is Need.SESSION and self.held >= self.max_held
+        replaces_session = need is not Need.PROGRAMS and self.held >= self.max_held
         replaced = None
         if replaces_session or len(self.engines) >= self.max_engines:
             free = [
@@ -454,8 +454,8 @@ class EnginePool:
                 return False
             replaced = min(free, key=functools.partial(self._order_of_replacement, owner))
             self._take_out(replaced)
-        engine = self._add(owner, Use.PROGRAMS if need is Need.PROGRAMS else Use.SESSIONS)
-        engine.start()
+        if need is not Need.HANDLE:
+            self._add(owner, Use.PROGRAMS if need is Need.PROGRAMS else Use.SESSIONS).start()
         if replaced is not None:
             self._changed(replaced)
         return True

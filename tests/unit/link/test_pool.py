@@ -368,6 +368,21 @@ async def test_a_tenant_keeps_its_engine_for_its_turn(starter: Starter) -> None:
     await pool.stop()
 
 
+async def test_a_new_process_does_not_start_the_turn_anew(starter: Starter) -> None:
+    """A tenant whose calls end its processes again and again would keep its engine for ever."""
+    pool = await _full_pool(starter, "a", turn_s=3600)
+    (engine,) = pool.engines
+    engine.turn_started -= 3600
+    _process(starter, engine).die(CRASH)
+    await _until(lambda: engine.is_ready)
+    work = engine.submit(Kind.RUN, b"work")
+    waits = asyncio.create_task(pool.provide("b", _deadline()))
+    await _until(lambda: engine.is_given_away)
+    _answer(starter, engine, work)
+    await waits
+    await pool.stop()
+
+
 async def test_tenants_get_their_turns_in_the_order_in_which_they_came(starter: Starter) -> None:
     pool = await _full_pool(starter, "a")
     served: list[str] = []
@@ -517,6 +532,23 @@ async def test_forward_handles_never_hold_the_last_engine(starter: Starter) -> N
     await pool.stop()
 
 
+async def test_an_engine_whose_last_session_has_ended_makes_room_for_forward_handles(starter: Starter) -> None:
+    pool = _pool(max_engines=2)
+    await pool.start()
+    sessions = await pool.session_engine("a", _deadline())
+    sessions.add_kept(sessions.generation, 1)
+    await pool.provide("b", _deadline())
+    waits = asyncio.create_task(pool.wait_to_keep("b", _deadline()))
+    await asyncio.sleep(0.05)
+    assert not waits.done()
+    sessions.add_kept(sessions.generation, -1)
+    await waits
+    assert sessions not in pool.engines
+    (engine,) = pool.engines_for("b")
+    pool.check_may_keep(engine)
+    await pool.stop()
+
+
 async def test_an_engine_that_keeps_nothing_any_more_is_given_away_though_it_is_busy(starter: Starter) -> None:
     pool = await _full_pool(starter, "a")
     (engine,) = pool.engines
@@ -542,7 +574,6 @@ async def test_an_engine_that_keeps_a_handle_meanwhile_is_taken_back(starter: St
     back = asyncio.create_task(pool.provide(given.owner or "", _deadline()))
     await asyncio.sleep(0)
     given.add_kept(given.generation, 1)
-    pool._assign()
     # Its tenant's calls go on, although the first tenant still waits.
     await back
     assert not waits.done()
