@@ -151,11 +151,6 @@ class EngineProgramCache:
         """Returns whether the program is loaded, or going to be."""
         return self._generation == self._engine.generation and key in self._loads
 
-    @property
-    def is_in_use(self) -> bool:
-        """Whether any program is held."""
-        return any(load.holders for load in self._loads.values())
-
     def is_waiting(self, key: str) -> bool:
         """Returns whether the engine has not started to load the program."""
         load = self._loads.get(key)
@@ -225,8 +220,9 @@ class EngineProgramCache:
             self._update_count()
 
     def is_only(self, load: Load) -> bool:
-        """Returns whether the engine's process has loaded nothing else and runs nothing else."""
-        return self._started == 1 and load.generation == self._engine.generation and not self._engine.load
+        """Returns whether the engine's process has loaded nothing else, runs nothing else and keeps nothing."""
+        is_used = self._engine.load or self._engine.kept
+        return self._started == 1 and load.generation == self._engine.generation and not is_used
 
     def make_room(self, load: Load) -> None:
         """Frees the engine's memory, in which there is none left for a program: by a new process if possible."""

@@ -16,7 +16,7 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.programs.engine_cache import EngineProgramCache, Load, Loadable
 from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder
-from gradrule_server.recovery.endings import engine_unavailable, lost_before_start
+from gradrule_server.recovery.endings import lost_before_start
 from gradrule_server.registry.blobs import BlobStore
 
 _log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class LoadedPrograms:
             recorder: Records what loading does to the engine.
 
         Raises:
+            EngineLost: The tenant has no engine.
             GradruleError: BLOB_NOT_FOUND, ENGINE_UNAVAILABLE.
         """
         engine = engine or self._best(program)
@@ -175,14 +176,13 @@ class LoadedPrograms:
     def _best(self, program: Loadable) -> Engine:
         """Returns the least busy engine that has the program, or a less busy one if all that have it are busy.
 
-        Raises ENGINE_UNAVAILABLE if the tenant has no engine.
+        Raises `EngineLost` if the tenant has no engine, so that the call waits for one.
         """
-        engines = self.pool.engines_for(program.owner)
-        if len(engines) == 1 == self.pool.per_tenant:
-            return engines[0]
-        ready = [engine for engine in engines if engine.is_ready]
+        ready = [engine for engine in self.pool.engines_for(program.owner) if engine.is_ready]
         if not ready:
-            raise engine_unavailable()
+            raise lost_before_start()
+        if len(ready) == 1 == self.pool.per_tenant:
+            return ready[0]
         holders = [engine for engine in ready if self._has(engine, program.key)]
         best = min(holders, key=lambda engine: (engine.is_extra, engine.load), default=None)
         if best is not None and best.has_room:
@@ -222,7 +222,7 @@ class LoadedPrograms:
         if extra.is_ready:
             own = self.pool.engines_for(extra.owner or "")
             slow = any(engine.has_compiled_for(_SLOW_COMPILE_S) for engine in own)
-            if slow or extra.load or extra.kept or self._engine_cache(extra).is_in_use:
+            if slow or not extra.is_idle:
                 self._retire_later(extra)
                 return
         self.pool.release(extra)
@@ -244,7 +244,8 @@ class LoadedPrograms:
             # Calls come first: an engine compiles one program at a time.
             while engine.is_compiling:
                 await asyncio.sleep(_POLL_INTERVAL_S)
-            if engine.generation != generation:
+            # A compilation prolongs the turn of the engine's tenant.
+            if engine.generation != generation or self.pool.waiting_tenants:
                 return
             try:
                 # No call needs it yet, so its blobs must not prevent uploads.

@@ -132,9 +132,9 @@ class WarmUp:
         _log.info("loaded %d of %d recently used programs in %.1f s", loaded, total, loop.time() - started)
 
     def _is_busy(self, tenant: str) -> bool:
-        """Returns whether calls of the tenant compile programs, or calls of any tenant wait for compile workers."""
+        """Returns whether calls of the tenant compile programs, or calls of any tenant wait for workers or engines."""
         compiling = any(engine.is_compiling for engine in self._pool.engines_for(tenant))
-        return compiling or self._pool.workers.waiting > 0
+        return compiling or self._pool.workers.waiting > 0 or self._pool.waiting_tenants > 0
 
     def _may_load(self, tenant: str) -> bool:
         """Returns whether the tenant has an engine, or may get one for programs that its calls may never use.

@@ -196,7 +196,7 @@ class CallRecovery(Generic[EngineT]):
                 self._record_success(workload, reports, proves=proves)
                 is_undone = state is CallState.ALONE and undo is not None
                 event = Event.COMPLETED_AND_UNDONE if is_undone else Event.COMPLETED
-            state = TRANSITIONS[state, event]
+            before, state = state, TRANSITIONS[state, event]
             if state is CallState.ANSWERED:
                 return answer
             if state is CallState.QUARANTINED and isinstance(failure, EngineLost):
@@ -204,7 +204,8 @@ class CallRecovery(Generic[EngineT]):
             if state is CallState.FAILED and failure is not None:
                 if isinstance(failure, EngineLost):
                     self.recorder(workload).record_engine_loss(failure)
-                elif isinstance(failure, NoMemoryLeft):
+                elif isinstance(failure, NoMemoryLeft) and before not in (CallState.PINNED, CallState.REPEATED):
+                    # Sessions and forward handles need memory beside what their engine keeps.
                     failure = self._no_memory_error(failure)
                 try:
                     raise failure
@@ -230,9 +231,7 @@ class CallRecovery(Generic[EngineT]):
         return Event.NO_MEMORY if self._short_runs == 1 else Event.NO_MEMORY_AGAIN
 
     def _no_memory_error(self, full: NoMemoryLeft) -> GradruleError:
-        """Returns MEMORY_EXCEEDED for a call that does not fit alone, or not beside what its session holds."""
-        if self._pinned is not None:
-            return full
+        """Returns MEMORY_EXCEEDED for a call that does not fit alone."""
         return error(
             errors_pb2.ERROR_REASON_MEMORY_EXCEEDED,
             f"even alone, the graph takes more memory than {self._words.limited}: {full.message}",

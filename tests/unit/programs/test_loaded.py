@@ -9,12 +9,12 @@ import hashlib
 import weakref
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import GradruleError, error
+from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft, error
 from gradrule_server.link import process as process_module
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import fault_message
@@ -218,6 +218,30 @@ async def test_program_is_loaded_again_into_a_new_process(blobs: BlobStore) -> N
     assert (await again).startswith("a/")
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_a_call_whose_tenant_has_lost_its_engine_runs_again(blobs: BlobStore, engines: int) -> None:
+    """Another tenant may have got the engine while the call waited for its blobs."""
+    pool = FakePool(*(FakeEngine(index=index) for index in range(engines)))
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    for engine in pool.engines:
+        cast(FakeEngine, engine).fake.die(CRASH)
+    with pytest.raises(EngineLost) as lost, loaded.hold(program("a")):
+        pass
+    assert not lost.value.is_blamable
+
+
+async def test_a_program_beside_forward_handles_is_not_alone(blobs: BlobStore) -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    await load(loaded, engine, program("a"), 1)
+    for kept in (0, 1):
+        engine.add_kept(engine.generation, kept)
+        full = NoMemoryLeft([Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, "no memory is left")], holds_nothing=True)
+        with pytest.raises(NoMemoryLeft), loaded.hold(program("a")):
+            raise full
+        assert full.is_alone is not bool(kept)
+
+
 async def test_program_that_the_engine_lacks_is_loaded_again(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
@@ -313,6 +337,25 @@ async def test_new_process_gets_loaded_programs_except_those_in_use(blobs: BlobS
     # It is there before anybody asks.
     assert (await use(loaded, program("a"))).startswith("a/")
     assert len(keys(engine)) == 2
+
+
+async def test_no_further_program_is_loaded_again_while_another_tenant_waits(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each compilation prolongs the turn of the engine's tenant."""
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    for count, name in enumerate("ab", 1):
+        await load(loaded, engine, program(name), count)
+    engine.fake.die(CRASH)
+    engine.start_another()
+    for listener in loaded.pool.on_filled:
+        listener(engine)
+    sent = await engine.next(Kind.COMPILE)
+    monkeypatch.setattr(FakePool, "waiting_tenants", 1)
+    engine.answer(sent, Kind.COMPILED)
+    await wait_for_condition(lambda: not loaded._warming)
+    assert len(keys(engine)) == 1
 
 
 async def test_program_whose_compilation_ended_an_engine_is_not_loaded_again(

@@ -111,6 +111,24 @@ async def test_programs_of_all_tenants_are_loaded_in_turn_and_recorded_in_the_sa
     await third.warm_up.stop()
 
 
+async def test_programs_are_loaded_after_calls_that_wait_for_engines(
+    tmp_path: Path, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(tmp_path, pool, "ada")
+    await server.start()
+    server.services["ada"].use("old")
+    await server.warm_up.stop()
+    monkeypatch.setattr(FakePool, "waiting_tenants", 1)
+    server = Server(tmp_path, pool, "ada")
+    starting = asyncio.create_task(server.start())
+    await asyncio.sleep(0.2)
+    assert server.services["ada"].loaded == []
+    monkeypatch.setattr(FakePool, "waiting_tenants", 0)
+    await starting
+    assert server.services["ada"].loaded == [("old", CallShape())]
+    await server.warm_up.stop()
+
+
 async def test_program_that_cannot_be_loaded_does_not_stop_the_others(
     tmp_path: Path, pool: FakePool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -133,6 +133,14 @@ async def test_a_call_that_does_not_fit_alone_says_so(loaded: LoadedPrograms, er
     assert not loaded.crash_history.quarantines()
 
 
+async def test_a_call_that_fits_alone_is_not_said_to_be_too_large(loaded: LoadedPrograms) -> None:
+    """A forward handle has to stay in an engine that keeps others."""
+    attempts = Attempts(full(), full(), None, full())
+    with pytest.raises(NoMemoryLeft, match="MEMORY_EXCEEDED: no memory is left"):
+        await recover(loaded).run(program(), attempts, undo=lambda engine: None)
+    assert attempts.alone == [False, False, True, False]
+
+
 async def test_a_session_without_memory_does_not_run_again(loaded: LoadedPrograms) -> None:
     attempts = Attempts(full())
     [engine] = loaded.pool.engines
