@@ -105,7 +105,8 @@ class HttpGateway:
                 try:
                     await self._start_process()
                     break
-                except GatewayError as failure:
+                except (GatewayError, OSError) as failure:
+                    # OSError: the system lets no process start.
                     _log.error("%s; next try in %g s", failure, pause)
             _log.info("the HTTP gateway runs again")
 
