@@ -37,6 +37,10 @@ _TF_THREADS_PER_CORE = 4
 _MAX_STACK = 8 << 20
 # A process that holds less than this share of its limit holds nothing that another process would not hold too.
 _NOTHING_SHARE = 0.05
+_REMEDY = (
+    "Send a smaller batch or graph, delete programs and handles that are not needed, or start the server with a larger "
+    "--memory-limit"
+)
 # Number of results that are kept.
 _MAX_RESULTS = 256
 
@@ -75,12 +79,14 @@ def memory_error(what: str) -> NoMemoryLeft:
     """Returns MEMORY_EXCEEDED for a request for which no memory is left, with what is in use and the limit."""
     limit = f"{_format_bytes(_ProcessLimit.bytes)} (--memory-limit)" if _ProcessLimit.bytes else "the machine's memory"
     used = _format_bytes(_status("RssAnon"))
-    message = (
-        f"no memory is left; {used} of {limit} are in use: {what}. Send a smaller batch or graph, delete programs "
-        "and handles that are not needed, or start the server with a larger --memory-limit"
-    )
+    message = f"no memory is left; {used} of {limit} are in use: {what}. {_REMEDY}"
     holds_nothing = allocated_bytes() - _ProcessLimit.first_allocated < _NOTHING_SHARE * _ProcessLimit.bytes
     return NoMemoryLeft([Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)], holds_nothing=holds_nothing)
+
+
+def exhausted_error() -> NoMemoryLeft:
+    """Returns MEMORY_EXCEEDED to encode while there is memory, for a time when `memory_error` itself has none."""
+    return NoMemoryLeft([Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"no memory is left. {_REMEDY}")])
 
 
 def _stack_bytes() -> int:

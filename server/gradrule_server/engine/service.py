@@ -18,7 +18,7 @@ from gradrule_server.engine.derivatives import SPARSE
 from gradrule_server.engine.describe import describe
 from gradrule_server.engine.jit import JitCompiler
 from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
-from gradrule_server.engine.memory import memory_error
+from gradrule_server.engine.memory import exhausted_error, memory_error
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.run import ForwardRuns, run
 from gradrule_server.engine.sessions import Sessions
@@ -66,12 +66,11 @@ class EngineService:
         self._preparation = PreparationService(frames, lambda folder, name: blobs.for_folder(folder).read(name))
         # Tracing holds the interpreter lock, so several threads would not make it faster.
         self._build_lock = threading.Lock()
-        # Encoded now: later there may be no memory for it.
-        self._no_memory = fault_message(memory_error("no memory is left")).SerializeToString()
+        self._exhausted = fault_message(exhausted_error()).SerializeToString()
 
     def refuse(self, request_id: int) -> None:
         """Answers a request with MEMORY_EXCEEDED without allocating memory."""
-        self._frames.send(Kind.FAULT, request_id, self._no_memory)
+        self._frames.send(Kind.FAULT, request_id, self._exhausted)
 
     def handle(self, frame: Frame) -> None:
         """Handles one frame; an error is sent as a FAULT. Raises `MemoryError` if there is no memory for the FAULT."""

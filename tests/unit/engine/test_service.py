@@ -17,6 +17,7 @@ import gradrule as gr
 import gradrule_server.engine
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
+from gradrule_server.engine.memory import _ProcessLimit
 from gradrule_server.engine.service import EngineService
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.errors import NoMemoryLeft
@@ -66,6 +67,21 @@ def test_lack_of_memory_is_told_as_such(
     if is_short:
         assert "0 programs are loaded" in told.message
         assert "--memory-limit" in told.message
+
+
+def test_an_engine_without_any_memory_does_not_claim_to_hold_nothing(
+    ends: tuple[FrameSocket, FrameSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front end replaces only engines that hold something."""
+    engine, front = ends
+    monkeypatch.setattr(_ProcessLimit, "bytes", 1 << 40)
+    EngineService(engine, "CPU:0", BlobReader(None)).refuse(1)
+    answer = front.receive()
+    assert answer is not None
+    told = read_fault(bytes(answer.payload))
+    assert isinstance(told, NoMemoryLeft)
+    assert not told.holds_nothing
+    assert "--memory-limit" in told.message
 
 
 def test_repeated_small_call_runs_through_few_modules(ends: tuple[FrameSocket, FrameSocket]) -> None:
