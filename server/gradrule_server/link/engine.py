@@ -105,7 +105,7 @@ class Engine:
         self.holders = 0
         """Calls that hold a program of the engine, whether they have a request there or not."""
         self.turn_started = 0.0
-        """Loop time since which its tenant can use it."""
+        """Loop time since which its tenant can use it, or since which it is given away."""
         self.is_given_away = False
         """Whether its place goes to another tenant once its running calls have ended; it gets no further calls."""
         self.programs = 0
@@ -139,6 +139,7 @@ class Engine:
     def give_away(self) -> None:
         """Takes no further calls. Calls that have not started run elsewhere."""
         self.is_given_away = True
+        self.turn_started = asyncio.get_running_loop().time()
         if self._process is not None:
             self._process.connection.fail_waiting()
 

@@ -476,16 +476,21 @@ class EnginePool:
         Those that were not used for a turn come first; then those of tenants with several engines, then the one whose
         turn started first. A tenant that waits loses its own other engine last.
         """
-        if engine.used_at + self._times.turn_s <= asyncio.get_running_loop().time():
+        if engine.is_idle and engine.used_at + self._times.turn_s <= asyncio.get_running_loop().time():
             return engine.owner == owner, False, 0, engine.used_at
         return engine.owner == owner, True, -len(self.engines_for(engine.owner or "")), engine.turn_started
 
     def _give_away(self, waiting: Sequence[_WaitingTenant]) -> None:
-        """Lets one engine for each waiting tenant take no further calls, if turns are over; takes others back."""
+        """Lets one engine for each waiting tenant take no further calls, if turns are over; takes others back.
+
+        An engine whose calls go on for longer than a turn does not count, since another one may become free before.
+        """
         given = [engine for engine in self.engines if engine.is_given_away]
-        for engine in given[len(waiting) :]:
+        now = asyncio.get_running_loop().time()
+        slow = sum(self._turn_ends_at(engine) <= now for engine in given) if waiting else 0
+        for engine in given[len(waiting) + slow :]:
             self._take_back(engine)
-        for item in waiting[len(given) :]:
+        for item in waiting[max(0, len(given) - slow) :]:
             busy = [
                 engine
                 for engine in self.engines

@@ -62,7 +62,8 @@ class EngineTimes:
     # Another process has to compile the tenant's programs again, so turns are much longer than that usually takes.
     turn_s: float = 1.0
     """For which a tenant keeps an engine that another tenant waits for, since it could be used or last compiled."""
-    longest_turn_s: float = 60.0
+    # Less than the deadline of calls that set none (30 s), so that such calls get a turn.
+    longest_turn_s: float = 10.0
     """For which a tenant keeps such an engine if it compiles again and again."""
     overrun_grace_s: float = 0.5
     """Between the deadline of a request and the end of the engine that still runs it."""

@@ -368,6 +368,35 @@ async def test_a_tenant_keeps_its_engine_for_its_turn(starter: Starter) -> None:
     await pool.stop()
 
 
+async def test_compilations_prolong_a_turn_up_to_a_limit(starter: Starter) -> None:
+    pool = await _full_pool(starter, "a", turn_s=3600)
+    (engine,) = pool.engines
+    work = engine.submit(Kind.COMPILE, b"work")
+    _process(starter, engine).connection.data_received(pack_header(Kind.COMPILED, work.id, 0))
+    engine.turn_started -= pool._times.longest_turn_s
+    await pool.provide("b", _deadline())
+    assert pool._times.longest_turn_s < 30
+    await pool.stop()
+
+
+async def test_a_long_call_on_an_engine_that_is_given_away_does_not_keep_others_from_being_given_away(
+    starter: Starter,
+) -> None:
+    pool = await _full_pool(starter, "ab")
+    works = {engine: engine.submit(Kind.RUN, b"work") for engine in pool.engines}
+    waits = asyncio.create_task(pool.provide("c", _deadline()))
+    await _until(lambda: any(engine.is_given_away for engine in pool.engines))
+    long = next(engine for engine in pool.engines if engine.is_given_away)
+    other = next(engine for engine in pool.engines if engine is not long)
+    await _until(lambda: other.is_given_away)
+    _answer(starter, other, works[other])
+    await waits
+    # Nobody waits for it any more.
+    assert not long.is_given_away
+    assert pool.engines_for("c")
+    await pool.stop()
+
+
 async def test_a_new_process_does_not_start_the_turn_anew(starter: Starter) -> None:
     """A tenant whose calls end its processes again and again would keep its engine for ever."""
     pool = await _full_pool(starter, "a", turn_s=3600)
