@@ -274,6 +274,8 @@ async def _unless_disconnected(request: Request, run: Awaitable[_R]) -> _R:
     finally:
         for task in (call, gone):
             task.cancel()
+        # What the call uses is given back before the request is done.
+        await asyncio.gather(call, gone, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

@@ -181,8 +181,6 @@ class _Exchange:
         """Receives a message of the client; parts of a body within the limits."""
         if self._body_ended:
             return await self._receive()
-        if self._is_given_up:
-            raise self._late()
         started = _now()
         self._share.await_body(self._give_up)
         try:
@@ -192,6 +190,9 @@ class _Exchange:
             raise self._late() from None
         finally:
             self._waiting = None
+        if self._is_given_up:
+            # The message arrived at the same time.
+            raise self._late()
         if message["type"] == "http.request":
             size = len(message.get("body", b""))
             left = self._patience_s - (_now() - started) + size / _MIN_RATE

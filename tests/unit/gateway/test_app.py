@@ -178,8 +178,27 @@ async def test_a_client_that_goes_away_cancels_conversions(server: Server, kind:
         running = client.gateway.call(BY_RPC["Evaluate"], request) if is_call else client.gateway.draw_graph(request)
     with pytest.raises(ClientDisconnect):
         await asyncio.wait_for(running, 30)
-    await asyncio.sleep(0)
     assert converters.cancelled == 1
+
+
+async def test_bytes_of_a_client_that_goes_away_are_given_back_once(server: Server) -> None:
+    client = Client(server)
+
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def exchange() -> None:
+        request = client.request("CreateRule", b'{"rule": {"name": "rules/a"}}', is_gone=True)
+        try:
+            await client.gateway.call(BY_RPC["CreateRule"], request)
+        finally:
+            request.state.share.release()
+
+    server.unary = never  # type: ignore[method-assign]
+    with pytest.raises(ClientDisconnect):
+        await asyncio.wait_for(exchange(), 30)
+    await asyncio.sleep(0)
+    assert (client.budget.requests, client.budget.used, client.budget.bytes_of) == (0, 0, {})
 
 
 async def test_uploads_have_no_deadline_of_their_own(server: Server) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradrule_gateway import guard as guard_module
-from gradrule_gateway.budget import Budget
+from gradrule_gateway.budget import Budget, Share
 from gradrule_gateway.guard import Guard, Limits
 
 PART = {"type": "http.request", "body": b"x" * 10, "more_body": True}
@@ -87,6 +87,21 @@ async def test_the_oldest_body_that_has_not_arrived_is_given_up_for_other_bytes(
     assert (status, problem["reason"], problem["retryAfterSeconds"]) == (503, "OVERLOADED", 1.0)
     assert (await slow[1].give(LAST).answer())[0] == 200
     assert guard._budget.used == 0
+
+
+async def test_a_body_is_given_up_although_its_end_arrives_at_the_same_time() -> None:
+    app = App()
+    guard = guarded(app, max_bytes_in_flight=30)
+    given_up = Exchange(guard, "POST", content_length="15").give(PART)
+    while not guard._budget.used:
+        await asyncio.sleep(0)
+    given_up.give({**LAST, "body": b"x" * 5})
+    other = Share(guard._budget)
+    other.caller = "other"
+    other.take(22)
+    status, problem = await given_up.answer()
+    assert (status, problem["reason"], app.running, guard._budget.used) == (503, "OVERLOADED", 0, 22)
+    assert "the oldest" in problem["detail"]
 
 
 async def test_all_bytes_of_all_requests_count() -> None:
