@@ -148,7 +148,7 @@ class RuleNames:
 
 
 ReadContent = Callable[[str, str], RuleContent]
-"""Reads the content of a stored rule, given its name and digest. Raises UNKNOWN_RULE if it is not there any more."""
+"""Reads the content of a stored rule, given its name and digest. Raises UNAVAILABLE if it is not there any more."""
 
 
 def read_rule(row: RuleRow, read_large: ReadContent | None = None) -> RuleEntry:

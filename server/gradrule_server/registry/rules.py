@@ -175,11 +175,11 @@ class RuleRegistry:
             entry = user_entry(row, content, self._read_content)
             old = holder or self._unreadable.get(name)
             quota = contextlib.nullcontext() if old else self._quota.reserved()
-            with quota, self._bytes_quota.reserved(entry.size):
+            more_bytes = entry.size - (old.size if old else 0)
+            with quota, self._bytes_quota.reserved(max(more_bytes, 0)):
                 self._store.add_rule(row, self._tenant, replaces=old is not None)
-            if old is not None:
-                self._unreadable.pop(name, None)
-                self._bytes_quota.release(old.size)
+            self._bytes_quota.release(max(-more_bytes, 0))
+            self._unreadable.pop(name, None)
             entry = _mark_hiding(entry, names.builtin)
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
@@ -288,12 +288,20 @@ class RuleRegistry:
         self._revision += 1
 
     def _read_content(self, name: str, digest: str) -> RuleContent:
-        """Reads the content of a large rule from the store. Raises UNKNOWN_RULE if the rule was deleted meanwhile."""
+        """Reads the content of a large rule from the store.
+
+        Raises UNAVAILABLE if the rule was replaced or deleted meanwhile: the repeated call finds what is there now.
+        """
         for row in self._store.rules(self._tenant, [name]):
             content = parse_content(row.name, row.definition)
             if content.digest == digest:
                 return content
-        raise self.unknown(name)
+        raise error(
+            errors_pb2.ERROR_REASON_UNAVAILABLE,
+            f"the rule {name!r} was replaced or deleted while it was read; repeat the call",
+            field="name",
+            retry_after_s=0.0,
+        )
 
     def _read_rules(self, names: Collection[str] | None = None) -> _ReadRules:
         return _read_rules(self._store.iterate_rules(self._tenant, names), self._tenant, self._read_content)

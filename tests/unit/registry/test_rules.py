@@ -145,6 +145,12 @@ def test_user_rule_is_replaced_at_once(store: Store) -> None:
     assert (registry.revision, len(registry)) == (revision + 1, 1)
     assert (quota.used, bytes_quota.used) == (1, store.kept_bytes())
     assert rule_message(RuleRegistry(store, OPS).get("Q")) == rule_message(made)
+    # A rule takes the bytes of the one that it replaces.
+    bytes_quota.limit = bytes_quota.used
+    registry.create("Q", expression("3 * dy"), "", may_replace=True)
+    made = registry.create("Q", expression("2 * dy"), "", may_replace=True)
+    assert bytes_quota.used == store.kept_bytes()
+    bytes_quota.limit = 10_000
     # Equal content with another description replaces the description, otherwise nothing is written.
     assert registry.create("Q", expression("2 * dy"), "", may_replace=True) is made
     assert registry.create("Q", expression("2 * dy"), "doubles", may_replace=True).description == "doubles"
@@ -561,10 +567,10 @@ def test_large_rules_are_read_when_used_and_not_kept(open_store: Callable[[], St
         assert rule_message(found).definition.graph.serialized == definition.graph.serialized
 
 
-def test_large_rule_that_was_deleted_meanwhile_is_unknown(registry: RuleRegistry) -> None:
+def test_call_is_repeated_if_a_large_rule_was_replaced_while_it_was_read(registry: RuleRegistry) -> None:
     entry = registry.create("Large", graph_rule(20_000), "", is_checked=True)
-    registry.delete("Large")
-    registry.create("Large", graph_rule(30_000), "", is_checked=True)
+    registry.create("Large", graph_rule(30_000), "", is_checked=True, may_replace=True)
     with pytest.raises(GradruleError) as caught:
         rule_message(entry)
-    assert caught.value.reason == errors_pb2.ERROR_REASON_UNKNOWN_RULE
+    assert (caught.value.reason, caught.value.retry_after_s) == (errors_pb2.ERROR_REASON_UNAVAILABLE, 0.0)
+    assert rule_message(registry.get("Large")).HasField("definition")
