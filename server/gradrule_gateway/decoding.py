@@ -327,12 +327,12 @@ def _plain(field: FieldDescriptor, values: list[Any]) -> list[Any] | None:
     types = set(map(type, values))
     kind = field.cpp_type
     is_plain = False
-    if field.enum_type is not None or not values:
+    if not values:
         return None
-    if kind in _INTEGERS:
-        if types == {str} and all(map(tensors.INTEGER.fullmatch, values)):
+    if kind in _INTEGERS or field.enum_type is not None:
+        if kind in _INTEGERS and types == {str} and all(map(tensors.INTEGER.fullmatch, values)):
             values, types = list(map(int, values)), {int}
-        low, high = _INTEGERS[kind]
+        low, high = _INTEGERS.get(kind, _INTEGERS[FieldDescriptor.CPPTYPE_INT32])
         is_plain = types == {int} and low <= min(values) and max(values) <= high
     elif kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
         largest = _MAX_FLOAT32 if kind == FieldDescriptor.CPPTYPE_FLOAT else sys.float_info.max

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -47,6 +48,21 @@ async def test_a_cancelled_conversion_ends_its_process_and_frees_its_place(conve
     running.cancel()
     assert await asyncio.wait_for(waiting, 60) != process.pid
     await wait_for_condition(lambda: process.exitcode is not None)
+
+
+@pytest.mark.parametrize("item", ['""', "{}", "[]"])
+async def test_a_body_of_many_small_parts_is_converted_in_a_process(converters: Converters, item: str) -> None:
+    asked = []
+
+    async def in_process(*arguments: object) -> tuple[bytes, list[object]]:
+        asked.append(arguments)
+        return b"", []
+
+    converters._in_process = in_process  # type: ignore[method-assign, assignment]
+    for count in (100, 2500):
+        with contextlib.suppress(Problem):
+            await converters.decode("", EVALUATE, b'{"spec": {"overrides": [%s]}}' % ",".join([item] * count).encode())
+    assert len(asked) == 1
 
 
 async def test_stopping_ends_processes_that_convert(converters: Converters) -> None:

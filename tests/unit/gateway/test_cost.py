@@ -47,6 +47,20 @@ def test_the_work_for_many_feeds_is_proportional_to_their_number(convert: Callab
     assert ten < 12 * one
 
 
+def test_lists_of_enum_numbers_need_no_function_for_each() -> None:
+    def body(values: list[int]) -> bytes:
+        attr = {"types": {"list": {"type": values}}}
+        return json.dumps({"spec": {"graph": {"inlineGraph": {"node": [{"attr": attr}]}}}}).encode()
+
+    types = [1, 3, 5000, -1] * 100
+    node = conversion.decode_body(EVALUATE, body(types)).message.spec.graph.inline_graph.node[0]
+    assert list(node.attr["types"].list.type) == types
+    few, many = (calls_of(partial(conversion.decode_body, EVALUATE, body([1] * number))) for number in (1, 1000))
+    assert many < few + 100
+    with pytest.raises(Problem, match="from -2147483648 to 2147483647"):
+        conversion.decode_body(EVALUATE, body([1, 2**31]))
+
+
 def test_places_are_those_of_the_tensors_without_a_type() -> None:
     typed = {"dtype": "float32", "values": [1]}
     body = {"feeds": {"a": 1, "b": typed, "c": 1}, "gradYs": [{"name": "y", "value": typed}, {"name": "z", "value": 1}]}
