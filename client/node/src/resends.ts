@@ -53,6 +53,7 @@ export class Resends {
     const longest = Math.min(FIRST_PAUSE_MS * 2 ** (this.attempts - 1), LONGEST_PAUSE_MS);
     // Clients that have lost the same server must not come back at the same time.
     const pause = longest * (0.5 + Math.random() / 2);
-    return this.attempts < this.tries || now + pause < (this.until ?? 0) ? pause : undefined;
+    const until = this.attempts < this.tries ? this.deadline : (this.until ?? 0);
+    return now + pause < until ? pause : undefined;
   }
 }

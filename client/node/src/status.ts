@@ -44,7 +44,9 @@ export function isUnreached(failure: ServiceError): boolean {
 
 function connectionProblem(failure: ServiceError, target: string): string | undefined {
   if (isUnreached(failure) && REFUSED.test(failure.details)) {
-    return `No server listens at ${target}; start one: gradrule serve.`;
+    const port = /:(\d+)$/.exec(target)?.[1];
+    const serve = port ? `gradrule serve --port ${port}` : "gradrule serve";
+    return `No server listens at ${target}; start one (${serve}), or connect to the address of another.`;
   }
   const status = PROXY_STATUS.exec(failure.details)?.[1];
   return (

@@ -193,7 +193,9 @@ test("all addresses of a target are named if no server can be reached", async ()
     graph.placeholder("x", "float32", []);
     for (const call of [() => client.getRule("r"), () => client.evaluate(graph, { feeds: { x: 1 }, fetches: ["x"] })]) {
       const failure = await rejection(call());
-      assert.equal(failure.message, `No server listens at ${target}; start one: gradrule serve.`);
+      const serve = `gradrule serve --port ${port}`;
+      const says = `No server listens at ${target}; start one (${serve}), or connect to the address of another.`;
+      assert.equal(failure.message, says);
       assert.equal(failure.reason, "UNAVAILABLE");
     }
     client.close();

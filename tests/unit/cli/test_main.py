@@ -163,7 +163,10 @@ def test_an_unknown_rule_of_an_override_may_have_been_a_formula() -> None:
         ("give the file of its authority: credentials=gradrule.tls('ca.pem')", "authority: --tls-ca ca.pem"),
         ("does not use TLS; connect without credentials", "does not use TLS; leave out the flags for TLS"),
         ("if it uses TLS, connect with credentials=gradrule.tls(…)", "give --tls, or --tls-ca FILE"),
-        ("no server listens at h:1; start one: gradrule serve", "serve, or name the address of another: --target"),
+        (
+            "no server listens at h:1; start one (gradrule serve --port 1), or connect to the address of another",
+            "serve --port 1), or name the address of another: --target HOST:PORT",
+        ),
         ("cut the path with stop_gradients=['a/b'], or choose", "cut the path with --stop-gradient a/b, or choose"),
     ],
 )

@@ -114,6 +114,13 @@ def test_call_whose_answer_is_always_lost_fails(losing: LosingAnswers, monkeypat
             program.evaluate({"x": [1.0]})
 
 
+def test_no_call_is_sent_again_after_its_timeout() -> None:
+    for is_lost in (False, True):
+        resends = call_routes.Resends(call_routes.Routes(use_stream=True), time.monotonic() + 0.04, call_routes.TRIES)
+        with pytest.raises(gr.errors.UnavailableError, match="no server"):
+            resends.pause_after(gr.errors.UnavailableError("no server"), is_lost=is_lost)
+
+
 class Proxy(Answering):
     """Has lost its server, and gets another one after a number of attempts."""
 

@@ -84,7 +84,7 @@ def ports(files: Path) -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize(
     ("port", "authority", "says"),
     [
-        ("nothing", None, r"no server listens at 127\.0\.0\.1:\d+; start one: gradrule serve$"),
+        ("nothing", None, r"no server listens at 127\.0\.0\.1:(\d+); start one \(gradrule serve --port \1\), or "),
         ("plain", "authority", r"the server at 127\.0\.0\.1:\d+ does not use TLS; connect without credentials$"),
         ("tls", None, r"127\.0\.0\.1:\d+ closed the connection; if it uses TLS, .*gradrule\.tls"),
         ("tls", "other", r"127\.0\.0\.1:\d+ is not signed by a trusted authority; .*gradrule\.tls\('ca\.pem'\)$"),
@@ -105,7 +105,9 @@ def test_a_client_without_a_connection_says_why(
 async def test_all_addresses_of_a_target_are_named(ports: dict[str, int]) -> None:
     port = ports["nothing"]
     target = f"ipv4:127.0.0.1:{port},127.0.0.2:{port}"
-    says = f"no server listens at {target}; start one: gradrule serve"
+    says = (
+        f"no server listens at {target}; start one (gradrule serve --port {port}), or connect to the address of another"
+    )
     graph = gr.Graph()
     graph.placeholder("x", "float32", [])
     with gr.connect(target) as client:

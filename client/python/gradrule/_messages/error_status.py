@@ -31,10 +31,11 @@ _NOT_CONNECTED = ("connections to all backends failing", "failed to connect to a
 # What gRPC says of a call that reached a server while it stopped, and that the server did not accept.
 _NOT_ACCEPTED = "CANCELLED"
 _ADDRESS = re.compile(r"(?:ipv4:|ipv6:)?((?:%5B[0-9a-fA-F:.%]+%5D|\d[\d.]+):\d+|unix[^:]*:[^: ]+): ")
+_NO_SERVER = "no server listens at {target}; start one ({serve}), or connect to the address of another"
 # What the cause means, by a part of gRPC's text; {address} is the server's. gRPC says it of the last address only.
 _CAUSES = {
-    "Connection refused": "no server listens at {target}; start one: gradrule serve",
-    "No such file or directory": "no server listens at {target}; start one: gradrule serve",
+    "Connection refused": _NO_SERVER,
+    "No such file or directory": _NO_SERVER,
     "WRONG_VERSION_NUMBER": "the server at {address} does not use TLS; connect without credentials",
     "CERTIFICATE_VERIFY_FAILED": (
         "the certificate of the server at {address} is not signed by a trusted authority; give the file of its "
@@ -136,8 +137,15 @@ def _connection_problem(said: str, target: str) -> str | None:
         return f"the host of {host[1]!r} is not found: {host[2]}"
     address = _ADDRESS.search(said)
     where = target if address is None else unquote(address[1])
+    port = target.rpartition(":")[2]
+    serve = f"gradrule serve --port {port}" if port.isdecimal() else "gradrule serve"
     return next(
-        (meaning.format(address=where, target=target) for part, meaning in _CAUSES.items() if part in said), None
+        (
+            meaning.format(address=where, target=target, serve=serve)
+            for part, meaning in _CAUSES.items()
+            if part in said
+        ),
+        None,
     )
 
 

@@ -181,7 +181,8 @@ class Resends:
         longest = min(_FIRST_RESEND_S * 2.0 ** (self._attempts - 1), _LONGEST_RESEND_S)
         # Clients that have lost the same server must not come back at the same time.
         pause = longest * random.uniform(0.5, 1.0)
-        is_late = self._attempts >= self._tries and (self._until is None or now + pause >= self._until)
+        until = self._ends_at if self._attempts < self._tries else self._until
+        is_late = until is None or now + pause >= until
         if is_late or not (is_lost or error.code_name == "UNAVAILABLE"):
             raise error from None
         return pause

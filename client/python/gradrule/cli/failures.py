@@ -35,7 +35,7 @@ _FLAGS = (
     (re.compile(r"stop_gradients=\['([^']+)'\]"), r"--stop-gradient \1"),
     (re.compile(r"no_gradient='default', 'pass' or 'zero'"), "--no-gradient default, pass or zero"),
     (re.compile(r"replace=True"), "--replace"),
-    (re.compile(r"(start one: gradrule serve)$"), r"\1, or name the address of another: --target HOST:PORT"),
+    (re.compile(r"connect to the address of another$"), "name the address of another: --target HOST:PORT"),
 )
 _NO_ANSWER = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
 _REASONS = {USAGE: "USAGE", REFUSED: "REFUSED", UNREACHABLE: "UNAVAILABLE"}
