@@ -14,7 +14,7 @@ import gradrule
 import gradrule_server
 from gradrule import errors
 from gradrule.cli import connection, examples, serve
-from gradrule.cli.failures import EXIT_CODES, FAILED, UNREACHABLE, describe
+from gradrule.cli.failures import EXIT_CODES, FAILED, UNREACHABLE, USAGE, describe
 from gradrule.cli.main import build_parser, main
 from gradrule_server.settings import Settings
 
@@ -172,6 +172,24 @@ def test_an_unknown_rule_of_an_override_may_have_been_a_formula() -> None:
 )
 def test_errors_advise_flags_instead_of_arguments_of_python(message: str, says: str) -> None:
     assert says in describe(errors.InvalidExpressionError(message))
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("rules list --target 'a b'", "the target 'a b' is not host:port"),
+        ("rules list --target h:1 --token a", "give --tls, or --tls-ca FILE, or set --insecure-token"),
+        ("rules list --tls-ca missing.pem", "missing.pem cannot be read"),
+        ("health h:99999", "the target 'h:99999' is not host:port"),
+        # Supervisors start it again after other codes.
+        ("gateway --port 0 --server 'a b'", "the target 'a b' is not host:port"),
+    ],
+)
+def test_values_that_the_client_refuses_are_wrong_usage(
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(shlex.split(command)) == USAGE
+    assert says in capsys.readouterr().err
 
 
 def test_a_missing_feed_names_the_flag() -> None:

@@ -7,7 +7,7 @@ import re
 import sys
 from dataclasses import asdict
 
-from gradrule.errors import GradruleError, UnknownRuleError
+from gradrule.errors import GradruleError, InvalidParamError, UnknownRuleError
 
 FOUND = 1
 USAGE = 2
@@ -29,7 +29,7 @@ EXIT_CODES = {
 _FLAGS = (
     (re.compile(r"params=\{'(\w+)': ([^}]+)\}"), r"--param \1=\2"),
     (re.compile(r"credentials=gradrule\.tls\('([^']+)'\)"), r"--tls-ca \1"),
-    (re.compile(r"connect with credentials=gradrule\.tls\(…\)"), "give --tls, or --tls-ca FILE"),
+    (re.compile(r"connect with credentials=gradrule\.tls\(…?\)"), "give --tls, or --tls-ca FILE"),
     (re.compile(r"connect without credentials"), "leave out the flags for TLS"),
     (re.compile(r"insecure_token=True"), "--insecure-token"),
     (re.compile(r"stop_gradients=\['([^']+)'\]"), r"--stop-gradient \1"),
@@ -67,6 +67,9 @@ class Reporter:
             self._write(str(failure), {"error": told})
             return failure.code
         code = UNREACHABLE if failure.reason in _NO_ANSWER else REFUSED
+        if isinstance(failure, InvalidParamError) and not failure.request_id:
+            # The client refused a flag or a file; servers add the id of the request.
+            code = USAGE
         told = {
             "reason": failure.reason,
             "message": in_flags(failure.message),

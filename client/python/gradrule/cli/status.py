@@ -196,8 +196,8 @@ def run_health(options: argparse.Namespace) -> int:
     from gradrule._messages.error_status import error_of
     from gradrule._rpc import channels
 
-    target, timeout = options.address or options.target, options.timeout or _HEALTH_TIMEOUT_S
-    address, secured = channels.address(target), credentials(options)
+    target, secured = channels.endpoint(options.address or options.target, credentials(options))
+    address, timeout = channels.address(target), options.timeout or _HEALTH_TIMEOUT_S
     with grpc.insecure_channel(address) if secured is None else grpc.secure_channel(address, secured) as channel:
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(channels.HEALTH_METHOD)
         try:
