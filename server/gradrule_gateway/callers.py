@@ -49,7 +49,7 @@ class Callers:
         credential = [(name, value) for name, value in metadata if name == "authorization"]
         if await self._is_open(address, timeout_s):
             return address
-        key = hashlib.sha256(credential[0][1].encode()).digest() if credential else _NONE
+        key = _key(credential[0][1]) if credential else _NONE
         if not self._known(key):
             await self._check(key, credential, address, timeout_s)
         return key.hex()
@@ -83,6 +83,12 @@ class Callers:
         self._kept[key] = _now() + _KEEP_S, is_accepted
         while len(self._kept) > _ENTRIES:
             self._kept.popitem(last=False)
+
+
+def _key(authorization: str) -> bytes:
+    """Returns the same key for all spellings of a credential, so that they are one caller."""
+    scheme, _, token = authorization.partition(" ")
+    return hashlib.sha256(f"{scheme.lower()} {token.strip(' ')}".encode()).digest()
 
 
 def network_of(host: str) -> str:

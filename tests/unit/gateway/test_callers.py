@@ -47,6 +47,12 @@ async def test_a_credential_is_asked_for_once() -> None:
             await found.find(wrong, "192.0.2.1", 1)
 
 
+async def test_all_spellings_of_a_credential_are_one_caller() -> None:
+    found = callers(Server(is_open=False))
+    spellings = ("Bearer good", "bearer good", "BEARER   good")
+    assert len({await found.find([("authorization", text)], "192.0.2.1", 1) for text in spellings}) == 1
+
+
 async def test_an_accepted_credential_is_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(is_open=False)
     found = callers(server)
