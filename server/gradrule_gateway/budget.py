@@ -1,4 +1,4 @@
-"""Shares what the gateway has among callers: requests and bytes at the same time, and turns to use processes."""
+"""Divides the gateway's requests, bytes and processes among callers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RETRY_S = 1.0
 
 
 class Budget:
-    """The requests and bytes that all requests together may use. One caller may use half and three quarters of them.
+    """Counts requests and bytes. One caller may use half of the requests, and three quarters of the bytes.
 
     Args:
         max_requests: Requests that are handled at the same time.
@@ -50,7 +50,7 @@ class Budget:
 
 
 class Share:
-    """What one request uses.
+    """Counts what one request uses.
 
     Args:
         budget: What all requests may use.
@@ -58,7 +58,7 @@ class Share:
 
     def __init__(self, budget: Budget) -> None:
         self.caller = ""
-        """Whose share it counts for; set before the body is read."""
+        """Name of the caller that sent the request; set before the body is read."""
         self.held = 0
         self._budget = budget
         self._is_running = False

@@ -11,12 +11,14 @@ from gradrule_gateway.budget import FairSlots
 from gradrule_gateway.problems import Problem
 from gradrule_gateway.upstream import Metadata, Upstream
 
-# A credential that is withdrawn meanwhile is refused by the call itself.
+# A credential that is revoked meanwhile is refused by the call itself.
 _KEEP_S = 30.0
+# Each check without a credential that the server refuses is a line in its audit log.
+_KEEP_REFUSAL_S = 3600.0
 _ENTRIES = 4096
-# Questions to the server at the same time, half of them of one address, and those of one address that wait: guesses of
-# one address delay nobody else.
-_QUESTIONS = 16
+# Checks that run at the same time; one address may have half of them, so that its guesses delay no other address.
+_CHECKS = 16
+# Checks of one address that wait.
 _MAX_WAITING = 128
 _NONE = b""
 _now = time.monotonic
@@ -31,7 +33,7 @@ class Callers:
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._questions = FairSlots(_QUESTIONS, _MAX_WAITING)
+        self._checks = FairSlots(_CHECKS, _MAX_WAITING)
         self._kept: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
 
     async def find(self, metadata: Metadata, host: str, timeout_s: float | None) -> str:
@@ -40,7 +42,7 @@ class Callers:
         Args:
             metadata: The metadata of the caller's calls.
             host: Address of the client.
-            timeout_s: Time for the questions, seconds.
+            timeout_s: Time for the checks, seconds.
 
         Raises:
             Problem: The server does not accept the credential, or does not answer.
@@ -69,7 +71,7 @@ class Callers:
         return True
 
     async def _check(self, key: bytes, credential: Metadata, address: str, timeout_s: float | None) -> None:
-        async with self._questions.slot(address):
+        async with self._checks.slot(address):
             if not self._known(key):
                 await self._upstream.check_credential(credential, timeout_s)
                 self._keep(key, is_accepted=True)
@@ -80,7 +82,7 @@ class Callers:
 
     def _keep(self, key: bytes, *, is_accepted: bool) -> None:
         self._kept.pop(key, None)
-        self._kept[key] = _now() + _KEEP_S, is_accepted
+        self._kept[key] = _now() + (_KEEP_S if is_accepted else _KEEP_REFUSAL_S), is_accepted
         while len(self._kept) > _ENTRIES:
             self._kept.popitem(last=False)
 

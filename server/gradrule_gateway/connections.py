@@ -85,7 +85,7 @@ class Connections:
                 del self._of_address[address]
 
     def set_waiting(self, connection: Connection, is_waiting: bool) -> None:
-        """Tells that a connection waits for its client from now on, or that its client waits."""
+        """Records whether a connection waits for its client from now on."""
         self._waiting.pop(connection, None)
         if is_waiting and connection in self.open:
             self._waiting[connection] = None

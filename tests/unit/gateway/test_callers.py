@@ -57,9 +57,14 @@ async def test_an_accepted_credential_is_asked_for_again_later(monkeypatch: pyte
     server = Server(is_open=False)
     found = callers(server)
     await found.find(GOOD, "192.0.2.1", 1)
-    monkeypatch.setattr(callers_module, "_now", lambda: float("inf"))
+    now = callers_module._now()
+    monkeypatch.setattr(callers_module, "_now", lambda: now + 60)
     await found.find(GOOD, "192.0.2.1", 1)
-    assert server.asked[2:] == [[], GOOD[:1]]
+    # A check without a credential is a refusal in the server's audit log.
+    assert server.asked[2:] == [GOOD[:1]]
+    monkeypatch.setattr(callers_module, "_now", lambda: now + 4000)
+    await found.find(GOOD, "192.0.2.1", 1)
+    assert server.asked[3:] == [[], GOOD[:1]]
 
 
 async def test_callers_of_a_server_without_credentials_are_addresses() -> None:
@@ -82,7 +87,7 @@ async def test_guesses_of_one_address_leave_questions_for_others(monkeypatch: py
     guesses = [asyncio.ensure_future(guess(number)) for number in range(200)]
     await asyncio.sleep(0)
     refused = sum(task.done() for task in guesses)
-    assert refused == 200 - callers_module._MAX_WAITING - callers_module._QUESTIONS // 2
+    assert refused == 200 - callers_module._MAX_WAITING - callers_module._CHECKS // 2
     server.is_frozen = False
     with pytest.raises(Problem, match="no credential"):
         await asyncio.wait_for(found.find(BAD, "192.0.2.1", 1), 10)

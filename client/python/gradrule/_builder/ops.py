@@ -309,7 +309,7 @@ def _size(value: Any, axis: int) -> int:
 def _check_inner_sizes(operands: Sequence[Any], transpose_a: bool, transpose_b: bool) -> None:
     """Raises `InvalidAttrError` if matrices with stated shapes cannot be multiplied.
 
-    All other shapes are TensorFlow's business; but nothing else is wrong as often as this.
+    Only these shapes are checked here, because they are wrong most often; the server checks all.
     """
     a, b = (getattr(operand, "shape", None) for operand in operands)
     if not (isinstance(a, tuple) and isinstance(b, tuple) and len(a) >= 2 and len(b) >= 2):

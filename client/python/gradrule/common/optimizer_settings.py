@@ -9,7 +9,7 @@ _SHARE = (0.0, 1.0)
 _NOT_NEGATIVE = (0.0, math.inf)
 _NOT_POSITIVE = (-math.inf, 0.0)
 
-# Smallest and largest value of settings. Keras accepts other values without a word and then computes nonsense.
+# Smallest and largest value of settings. Keras accepts other values, and then trains wrongly.
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "rho", "beta_1", "beta_2"), _SHARE),
     **dict.fromkeys(("learning_rate", "weight_decay", "clipnorm", "clipvalue", "global_clipnorm"), _NOT_NEGATIVE),
