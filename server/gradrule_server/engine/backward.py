@@ -147,12 +147,16 @@ def stacked_vjp(
     return Derivatives(stacked_layout(backward.layout), backward.run_stacked(count, row, backward.captures))
 
 
-def jacobian(request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool) -> Derivatives:
+def jacobian(
+    request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool, mixes_samples: bool = False
+) -> Derivatives:
     """Builds for each y and x the Jacobian, of shape (y's shape, x's shape), from the rows of an identity matrix.
 
     batched: axis 0 of all ys and xs counts examples; the shape is then (examples, rest of y's shape, rest of x's
     shape), and the values are the blocks of the whole Jacobian in which both have the same example. Raises
     INVALID_DERIVATIVE if a y is complex, or if a y and an x have different numbers of examples.
+
+    mixes_samples: As in `ExampleJacobians`.
     """
     derivatives = Derivatives()
     for y in request.ys:
@@ -163,7 +167,7 @@ def jacobian(request: DifferentiationRequest, differentiation: Differentiation, 
                 f"imaginary parts",
                 field="ys",
             )
-        _add_jacobians(y, request, differentiation, derivatives, batched=batched)
+        _add_jacobians(y, request, differentiation, derivatives, batched=batched, mixes_samples=mixes_samples)
     return derivatives
 
 
@@ -174,6 +178,7 @@ def _add_jacobians(
     derivatives: Derivatives,
     *,
     batched: bool,
+    mixes_samples: bool,
 ) -> None:
     """Adds the Jacobians of one y."""
     if not y.is_differentiable:
@@ -198,7 +203,7 @@ def _add_jacobians(
     size = tf.cast(count, tf.int64) * tf.add_n(sizes or [tf.constant(0, tf.int64)])
     count = require_bytes(count, size, MAX_ANSWER_BYTES, f"the Jacobian of {y.name!r}")
     if batched:
-        found = iter(ExampleJacobians(backward, y.tensor, count).stacks())
+        found = iter(ExampleJacobians(backward, y.tensor, count, mixes_samples=mixes_samples).stacks())
     else:
         found = iter(backward.run_stacked(count, lambda index: [_unit(index, count, y.tensor)], backward.captures))
     for x, (_, form) in zip(request.xs, backward.layout, strict=True):
@@ -227,7 +232,8 @@ class ExampleJacobians:
     examples keeps the upstream gradient of a random row, and the other half gets another, random one; in the second,
     the halves are exchanged. Independent examples have the gradients of their rows, whatever the rules are, also rules
     that are not linear in dy. If one has not, each example is computed by itself, with upstream gradients that are
-    zero for all others.
+    zero for all others. So is each example if a rule is known to mix examples: the check could miss a rule that does so
+    for some upstream gradients only.
 
     A dependence between two examples is seen if they are in different halves. So it is certainly seen if each example
     depends on all others, if there are two examples, or if all depend on one; a single pair among many examples that is
@@ -237,16 +243,20 @@ class ExampleJacobians:
         backward: The function from the upstream gradient of the y to the gradients by the xs.
         y: The y.
         count: Number of elements of an example of the y, int32.
+        mixes_samples: Whether a rule may compute the gradient of an example from upstream gradients of others.
     """
 
-    def __init__(self, backward: Backward, y: tf.Tensor, count: tf.Tensor) -> None:
+    def __init__(self, backward: Backward, y: tf.Tensor, count: tf.Tensor, *, mixes_samples: bool) -> None:
         self._backward = backward
+        self._mixes_samples = mixes_samples
         self._y = y
         self._count = count
         self._examples = tf.shape(y)[0]
 
     def stacks(self) -> list[tf.Tensor]:
         """Returns for each connected x a tensor of shape (examples, count, rest of x's shape)."""
+        if self._mixes_samples:
+            return self._one_by_one()
         backward, count = self._backward, self._count
         stacks = backward.run_stacked(count, lambda row: [self._upstream(self._row(row))], backward.captures)
         if not stacks:

@@ -11,7 +11,7 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.backward import Backward, jacobian, stacked_vjp
-from gradrule_server.engine.bound_rules import BoundRule, CodeRule, GraphRule, OpGradientRule
+from gradrule_server.engine.bound_rules import BoundRule, CodeRule, GraphRule, OpGradientRule, is_per_sample
 from gradrule_server.engine.code_rules.target import Dependence
 from gradrule_server.engine.derivatives import (
     Derivatives,
@@ -217,7 +217,7 @@ class Trace:
         kind = self._built.kind
         if kind in (_KIND.DERIVATIVE_JACOBIAN, _KIND.DERIVATIVE_BATCH_JACOBIAN):
             is_batched = kind == _KIND.DERIVATIVE_BATCH_JACOBIAN
-            return jacobian(requested, differentiation, batched=is_batched)
+            return jacobian(requested, differentiation, batched=is_batched, mixes_samples=self._mixes_samples)
         if kind in (_KIND.DERIVATIVE_JVP, _KIND.DERIVATIVE_HVP):
             given = iter(directions)
             by_x = [next(given) if is_given else None for is_given in self._request.directions]
@@ -225,6 +225,17 @@ class Trace:
         if self._request.stacked_grad_ys:
             return stacked_vjp(requested, stacks, differentiation)
         return vjp(requested, differentiation)
+
+    @property
+    def _mixes_samples(self) -> bool:
+        """Whether a rule may compute the gradient of an example from upstream gradients of others.
+
+        Gradients that are part of the uploaded graph count as its ops.
+        """
+        return any(
+            content is not None and rule.WhichOneof("form") != "brought" and not is_per_sample(content)
+            for rule, content in zip(self._request.rules, self._contents, strict=True)
+        )
 
     def _bind_rules(self, params: Sequence[tf.Tensor]) -> list[BoundRule]:
         values: dict[int, dict[str, tf.Tensor]] = {}

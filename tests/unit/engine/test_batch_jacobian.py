@@ -181,6 +181,24 @@ def test_rules_that_are_not_linear_in_the_upstream_gradient_are_computed_togethe
         np.testing.assert_allclose(run(), local, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "rule", ["first(dy * (sum(dy * dy) > 2))", "first(dy * (min(abs(sum(dy, axis=1))) > 0.5))", "gradient_normalize"]
+)
+def test_examples_are_computed_one_by_one_with_rules_that_mix_them(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two do so for some upstream gradients only, which a check with random ones can miss."""
+    monkeypatch.setattr(ExampleJacobians, "_are_independent", lambda *_: tf.constant(True))
+    weights = kernel(3)
+    found = jacobian_of(lambda x: tf.matmul(tf.tanh(x), tf.constant(weights)), examples(6), {"Tanh": rule})()
+    units = np.eye(3) @ weights.T
+    if rule == "gradient_normalize":
+        units /= np.linalg.norm(units, axis=1, keepdims=True) + 1e-6
+    elif "axis" in rule:
+        units *= 0
+    else:
+        units *= np.square(units).sum(1, keepdims=True) > 2
+    np.testing.assert_allclose(found, np.broadcast_to(units, (6, 3, 3)), rtol=1e-9)
+
+
 def test_single_pair_of_dependent_examples_among_many_is_seen_in_half_of_the_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
