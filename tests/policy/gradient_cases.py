@@ -816,7 +816,7 @@ def _normalisation() -> Iterator[Case]:
             )
             more = {"epsilon": 0.01, "data_format": layout, "is_training": training}
             (case,) = node(f"FusedBatchNorm{version}", {**given, **statistics}, **more)
-            yield Case(case.op, case.label, _first(case.build), case.xs)
+            yield Case(case.op, case.label, _first(case.build, 3), case.xs)
             saved = {"y_backprop": normal(*x.shape, seed=7), "x": x, "scale": scale}
             reserved = {"reserve_space_1": Fixed(mean), "reserve_space_2": Fixed(variance)}
             if version == "V3":
@@ -833,6 +833,15 @@ def _normalisation() -> Iterator[Case]:
             else:
                 (case,) = node(f"FusedBatchNormGrad{version}", {**saved, **reserved}, **more)
                 yield Case(case.op, case.label, _first(case.build, 3), case.xs)
+    statistics = {"mean": normal(4, seed=2), "variance": within(0.5, 2, 4)}
+    (case,) = node(
+        "FusedBatchNormV3",
+        {"x": normal(3, 2, 2, 4), "scale": normal(4), "offset": normal(4, seed=1), **statistics},
+        epsilon=0.01,
+        is_training=True,
+        exponential_avg_factor=0.25,
+    )
+    yield Case(case.op, case.label, _first(case.build, 3), case.xs)
     x5 = normal(2, 2, 2, 2, 4)
     (case,) = node(
         "FusedBatchNormV3",
@@ -847,7 +856,7 @@ def _normalisation() -> Iterator[Case]:
         data_format="NDHWC",
         is_training=True,
     )
-    yield Case(case.op, case.label, _first(case.build), case.xs)
+    yield Case(case.op, case.label, _first(case.build, 3), case.xs)
     norm = {
         "t": normal(3, 2, 2, 4),
         "m": normal(4),

@@ -69,8 +69,11 @@ def _padded_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
     """Returns TensorFlow's gradients with that of the padding value, the last input, which TensorFlow leaves out."""
     registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
     first, *others = registered(op, dy)
-    # Each element of the output is one of the first input or the padding value.
-    return [first, *others[:-1], tf.reduce_sum(dy) - tf.reduce_sum(first)]
+    x, *sizes, value = op.inputs
+    attributes = {name: setting for name, setting in op.node_def.attr.items() if not name.startswith("_")}
+    marks = [tf.zeros_like(x), *sizes, tf.ones_like(value)]
+    is_padding = tf.compat.v1.get_default_graph().create_op(op.type, marks, attrs=attributes).outputs[0] == 1
+    return [first, *others[:-1], tf.reduce_sum(tf.where(is_padding, dy, tf.zeros_like(dy)))]
 
 
 def _stitch_gradient(op: tf.Operation, dy: Any) -> Any:
@@ -106,13 +109,54 @@ def _cumprod_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
 
 
 def _batch_norm_gradient(op: tf.Operation, *dys: tf.Tensor) -> Any:
-    """Returns TensorFlow's gradients, with those of a given mean and variance, which TensorFlow leaves out."""
+    """Returns TensorFlow's gradients, and what it leaves out.
+
+    These are the gradients of a given mean and variance, and those of the outputs `batch_mean` and `batch_variance`.
+    """
     registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
     by_x, by_scale, by_offset, *others = registered(op, *dys)
-    if op.get_attr("is_training"):
-        return [by_x, by_scale, by_offset, *others]
-    scale, variance = op.inputs[1], op.inputs[4] + op.get_attr("epsilon")
-    return [by_x, by_scale, by_offset, -by_offset * scale * tf.math.rsqrt(variance), -0.5 * by_scale * scale / variance]
+    statistics = None if all(map(_is_zero, dys[1:3])) else dys[1:3]
+    if not op.get_attr("is_training"):
+        scale, variance = op.inputs[1], op.inputs[4] + op.get_attr("epsilon")
+        others = [-by_offset * scale * tf.math.rsqrt(variance), -0.5 * by_scale * scale / variance]
+        if statistics:
+            others = [by_input + dy for by_input, dy in zip(others, statistics, strict=True)]
+    elif statistics:
+        share = op.get_attr("exponential_avg_factor")
+        by_x += _by_moments(op, *(share * dy for dy in statistics))
+        if share != 1:
+            others = [(1 - share) * dy for dy in statistics]
+    return [by_x, by_scale, by_offset, *others]
+
+
+def _by_moments(op: tf.Operation, by_mean: tf.Tensor, by_variance: tf.Tensor) -> tf.Tensor:
+    """Returns the gradient of the data of a batch normalisation from those of its batch mean and unbiased variance."""
+    layout = op.get_attr("data_format").decode()
+    shape = [-1 if axis == "C" else 1 for axis in layout]
+    x = tf.cast(op.inputs[0], by_mean.dtype)
+    centred = x - tf.reduce_mean(x, [axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
+    count = tf.cast(tf.size(x) // tf.maximum(tf.size(by_mean), 1), x.dtype)
+    by_x = tf.reshape(by_mean, shape) / count + 2 * centred * tf.reshape(by_variance, shape) / tf.maximum(count - 1, 1)
+    return tf.cast(by_x, op.inputs[0].dtype)
+
+
+def _is_zero(dy: tf.Tensor | None) -> bool:
+    """Returns whether an upstream gradient is known as zeros: TensorFlow makes these for an output without one."""
+    if dy is None or dy.op.type == "ZerosLike":
+        return True
+    value = tf.get_static_value(dy.op.inputs[1] if dy.op.type == "Fill" else dy)
+    return value is not None and not value.any()
+
+
+def _gradient_of_some_outputs(op: tf.Operation, *dys: tf.Tensor) -> Any:
+    """Returns gradients for upstream gradients of some outputs; raises `NotImplementedError` for those of others."""
+    known = (1, 6) if op.type.startswith("BlockLSTM") else (0,)
+    for number, dy in enumerate(dys):
+        if number not in known and not _is_zero(dy):
+            raise NotImplementedError(f"there is none for output {number}; override the node with a rule")
+    if op.type == "BlockLSTMV2":
+        return _block_lstm_v2_gradient(op, *dys)
+    return cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))(op, *dys)
 
 
 def _cross_entropy_gradient(op: tf.Operation, by_loss: tf.Tensor, by_backprop: tf.Tensor) -> Any:
@@ -144,12 +188,12 @@ def _no_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
 
 
 _REPLACED = {
-    "BlockLSTMV2": _block_lstm_v2_gradient,
     "Conv2D": _conv2d_gradient,
     "Cumprod": _cumprod_gradient,
     "SoftmaxCrossEntropyWithLogits": _cross_entropy_gradient,
     "DynamicStitch": _stitch_gradient,
     "TensorListGather": _list_gather_gradient,
+    **dict.fromkeys(("BlockLSTM", "BlockLSTMV2", "CTCLoss", "CTCLossV2"), _gradient_of_some_outputs),
     **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _batch_norm_gradient),
     **dict.fromkeys(("MulNoNan", "SquaredDifference", "Xdivy", "Xlog1py", "Xlogy"), _complex_gradient),
     **dict.fromkeys(

@@ -1,6 +1,6 @@
-"""Convolutions for which TensorFlow has no right gradient on the CPU have one, or are refused.
+"""Ops for which TensorFlow has no right gradient on the CPU have one, or are refused.
 
-The reference is a convolution of each group with a filter that NumPy filled with zeros, in local TensorFlow.
+The reference of a convolution is one of each group with a filter that NumPy filled with zeros, in local TensorFlow.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
-from tests.service.graph_defs import build_graph_def, load_graph, placeholder
-from tests.unit.engine.building import prepared
+from tests.service.graph_defs import build_graph, build_graph_def, load_graph, placeholder
+from tests.unit.engine.building import differentiate, prepared
 from tests.unit.engine.second_order import twice, twice_locally
 
 RNG = np.random.default_rng(5)
@@ -85,6 +85,73 @@ def test_gradients_of_convolutions_equal_those_of_each_group(case: str, dtype: s
     assert_close(
         twice(graph.SerializeToString(), {"x": x, "w": w}, "y", dy, seed), twice_locally(local, [x, w], dy, seed), dtype
     )
+
+
+@pytest.mark.parametrize("first", [1e9, np.inf])
+def test_padding_value_gets_the_sum_of_its_own_elements_only(first: float) -> None:
+    """Elements of the data do not enter, not even as a difference of two sums."""
+
+    def build() -> None:
+        x, value = placeholder("x", shape=(2,)), placeholder("value", shape=())
+        tf.raw_ops.PadV2(input=x, paddings=[[1, 2]], constant_values=value, name="y")
+
+    dy = np.array([1, first, 1, 2, 3], np.float32)
+    feeds = {"x": np.ones(2, np.float32), "value": np.float32(5)}
+    assert differentiate(build_graph(build), feeds, dy)[1]["value"] == 6
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_outputs_of_batch_normalisation_in_a_branch_have_gradients(training: bool) -> None:
+    """There, no upstream gradient is known as zeros before running."""
+    x, statistics = RNG.normal(size=(2, 3, 3, 4)).astype(np.float32), RNG.uniform(1, 2, (2, 4)).astype(np.float32)
+
+    def norm(x: Any, mean: Any, variance: Any) -> Any:
+        given = (mean[:0], variance[:0]) if training else (mean, variance)
+        ones = tf.ones(4)
+        outputs = tf.raw_ops.FusedBatchNormV3(
+            x=x, scale=ones, offset=ones, mean=given[0], variance=given[1], is_training=training
+        )
+        return list(outputs)[:3]
+
+    def local(x: Any, mean: Any, variance: Any) -> Any:
+        if training:
+            mean, variance = tf.nn.moments(x, [0, 1, 2])
+        y = tf.nn.batch_normalization(x, mean, variance, 1.0, 1.0, 1e-4)
+        return [y, mean, variance * (18 / 17 if training else 1)]
+
+    def total(outputs: Any) -> Any:
+        return tf.add_n([tf.reduce_sum(value**3) for value in outputs])
+
+    def build() -> None:
+        xs = placeholder("x", shape=x.shape), placeholder("mean", shape=(4,)), placeholder("variance", shape=(4,))
+        outputs = tf.cond(tf.size(xs[0]) > 1, lambda: norm(*xs), lambda: [xs[0], xs[1], xs[2]])
+        tf.identity(total(outputs), name="y")
+
+    feeds = {"x": x, "mean": statistics[0], "variance": statistics[1]}
+    xs = [tf.constant(value) for value in feeds.values()]
+    with tf.GradientTape() as tape:
+        tape.watch(xs)
+        y = total(local(*xs))
+    wanted = tape.gradient(y, xs, unconnected_gradients="zero")
+    found = differentiate(build_graph(build), feeds, np.float32(1))[1]
+    for value, expected in zip(found.values(), wanted, strict=True):
+        np.testing.assert_allclose(0 if value is None else value, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_outputs_whose_gradient_tensorflow_ignores_are_refused() -> None:
+    def build() -> None:
+        loss = tf.raw_ops.CTCLoss(
+            inputs=placeholder("x", shape=(5, 2, 4)),
+            labels_indices=tf.constant([[0, 0], [1, 0]], tf.int64),
+            labels_values=[0, 1],
+            sequence_length=[5, 4],
+        )
+        tf.identity(loss.gradient, name="y")
+
+    x = np.zeros((5, 2, 4), np.float32)
+    with pytest.raises(GradruleError, match="none for output 1") as caught:
+        differentiate(build_graph(build), {"x": x}, x)
+    assert reason_name(caught.value.reason) == "NO_GRADIENT"
 
 
 def depthwise(x: Any, w: Any) -> None:
