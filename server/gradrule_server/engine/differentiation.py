@@ -149,7 +149,7 @@ class Differentiation:
                 return self._gradient_of_made(op, dys)
             if first and not self._inside:
                 self._defaulted[name] = None
-            return self._own_gradient(op, dys, name)
+            return self._own_gradient(op, dys, name, only_needed=not self._inside and self._gradient_cache is None)
         mark = self._marks[index]
         if mark.rule == _NO_GRADIENT:
             return [None] * len(op.inputs)
@@ -307,10 +307,15 @@ class Differentiation:
             salt=salt_for(mark.node),
         )
 
-    def _own_gradient(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
-        """Returns the gradients that TensorFlow registers for the op type; applies the policy if it registers none."""
+    def _own_gradient(
+        self, op: tf.Operation, dys: Sequence[Gradient], node: str, *, only_needed: bool = False
+    ) -> Sequence[Gradient]:
+        """Returns the gradients of the op type; applies the policy if it has none.
+
+        only_needed: Gradients of inputs that depend on no x may be left out.
+        """
         try:
-            function = gradient_of(op.type)
+            function = gradient_of(op.type, self._dependence.may_depend if only_needed else None)
         except LookupError:
             return self._missing_gradient(
                 op,

@@ -5,6 +5,8 @@ docs/reference/gradients.md lists the ops and attributes that were compared with
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import tensorflow as tf
@@ -12,8 +14,15 @@ import tensorflow as tf
 from gradrule_server.engine import tf_private
 
 
-def gradient_of(op_type: str) -> tf_private.GradientFunction | None:
-    """Returns the gradient function of an op type; None if registered as not differentiable. Raises `LookupError`."""
+def gradient_of(
+    op_type: str, is_needed: Callable[[tf.Tensor], bool] | None = None
+) -> tf_private.GradientFunction | None:
+    """Returns the gradient function of an op type; None if registered as not differentiable. Raises `LookupError`.
+
+    is_needed: Returns whether the gradient by an input is needed; those of others may be left out.
+    """
+    if op_type in _BATCH_NORMS and is_needed is not None:
+        return functools.partial(_batch_norm_gradient, is_needed=is_needed)
     return _REPLACED.get(op_type) or tf_private.gradient_of(op_type)
 
 
@@ -108,7 +117,11 @@ def _cumprod_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
     return tf.where(is_first, by_first, registered), None
 
 
-def _batch_norm_gradient(op: tf.Operation, *dys: tf.Tensor) -> Any:
+def _always(_: tf.Tensor) -> bool:
+    return True
+
+
+def _batch_norm_gradient(op: tf.Operation, *dys: tf.Tensor, is_needed: Callable[[tf.Tensor], bool] = _always) -> Any:
     """Returns TensorFlow's gradients, and what it leaves out.
 
     These are the gradients of a given mean and variance, and those of the outputs `batch_mean` and `batch_variance`.
@@ -117,6 +130,8 @@ def _batch_norm_gradient(op: tf.Operation, *dys: tf.Tensor) -> Any:
     by_x, by_scale, by_offset, *others = registered(op, *dys)
     statistics = None if all(map(_is_zero, dys[1:3])) else dys[1:3]
     if not op.get_attr("is_training"):
+        if not any(map(is_needed, op.inputs[3:5])):
+            return [by_x, by_scale, by_offset, None, None]
         scale, variance = op.inputs[1], op.inputs[4] + op.get_attr("epsilon")
         others = [-by_offset * scale * tf.math.rsqrt(variance), -0.5 * by_scale * scale / variance]
         if statistics:
@@ -187,14 +202,15 @@ def _no_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
     raise NotImplementedError("it is the inverse transform of dy, and no derivative; override the node with a rule")
 
 
-_REPLACED = {
+_BATCH_NORMS = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
+_REPLACED: Mapping[str, tf_private.GradientFunction] = {
     "Conv2D": _conv2d_gradient,
     "Cumprod": _cumprod_gradient,
     "SoftmaxCrossEntropyWithLogits": _cross_entropy_gradient,
     "DynamicStitch": _stitch_gradient,
     "TensorListGather": _list_gather_gradient,
     **dict.fromkeys(("BlockLSTM", "BlockLSTMV2", "CTCLoss", "CTCLossV2"), _gradient_of_some_outputs),
-    **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _batch_norm_gradient),
+    **dict.fromkeys(_BATCH_NORMS, _batch_norm_gradient),
     **dict.fromkeys(("MulNoNan", "SquaredDifference", "Xdivy", "Xlog1py", "Xlogy"), _complex_gradient),
     **dict.fromkeys(
         ("MatrixDiagPartV2", "MatrixDiagPartV3", "MatrixDiagV2", "MatrixDiagV3", "PadV2"), _padded_gradient

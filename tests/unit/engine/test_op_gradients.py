@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from gradrule.v1 import program_pb2
+from gradrule_server.engine.build import build
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
 from tests.service.graph_defs import build_graph, build_graph_def, load_graph, placeholder
@@ -136,6 +138,25 @@ def test_outputs_of_batch_normalisation_in_a_branch_have_gradients(training: boo
     found = differentiate(build_graph(build), feeds, np.float32(1))[1]
     for value, expected in zip(found.values(), wanted, strict=True):
         np.testing.assert_allclose(0 if value is None else value, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("xs", [["x"], ["x", "mean"]])
+def test_gradients_of_a_given_mean_and_variance_are_built_only_if_needed(xs: list[str]) -> None:
+    """They take ten ops for each normalisation of a network that is not trained. The mean is a constant."""
+
+    def build_y() -> None:
+        ones, mean = tf.ones(4), tf.constant([1.0, 2.0, 3.0, 4.0], name="mean")
+        x = placeholder("x", shape=(2, 1, 1, 4))
+        norm = tf.raw_ops.FusedBatchNormV3(x=x, scale=ones, offset=ones, mean=mean, variance=ones, is_training=False)
+        tf.identity(norm.y, name="y")
+
+    graph = build_graph(build_y)
+    built = build(prepared(graph, vjp=program_pb2.Vjp(ys=["y"], xs=xs)).request)
+    made = {op.type for op in built.function.graph.get_operations()}
+    assert ("Rsqrt" in made) == ("mean" in xs)
+    if "mean" in xs:
+        found = built.function(tf.ones((2, 1, 1, 4)))[-1]
+        np.testing.assert_allclose(found, np.full(4, -2 / np.sqrt(1.0001)), rtol=1e-5)
 
 
 def test_outputs_whose_gradient_tensorflow_ignores_are_refused() -> None:

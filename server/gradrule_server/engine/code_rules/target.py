@@ -42,6 +42,10 @@ class Dependence:
                 known.setdefault(op, self._of_op(op))
         return known[tensor.op] | self._xs.get(tensor.ref(), 0)
 
+    def may_depend(self, tensor: tf.Tensor) -> bool:
+        """Returns whether the tensor is or depends on an x; True inside loops and branches."""
+        return tensor.graph not in self._graphs or self.bits(tensor) != 0
+
     def is_x(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor is one of the xs."""
         return tensor.ref() in self._xs
