@@ -72,7 +72,8 @@ class BoundRule:
             raise self._not_applicable(
                 target,
                 f"it computes the gradient of input {index} element by element from dy or y, but {target.what} may "
-                f"move elements; use the op's own gradient, as in 2 * default{index}, or override a node before or after it",
+                f"move elements; use the op's own gradient, as in 2 * default{index}, or override a node before or "
+                f"after it",
             )
 
     def _not_applicable(self, target: RuleTarget, why: str) -> GradruleError:

@@ -162,7 +162,8 @@ TRAITS: Mapping[str, str] = MappingProxyType(
         "linear_operands": "linear in each of two inputs. Value: the numbers of the data and of the weights",
         "matrix_product": "multiplies and sums along axes",
         "moves_elements": "outputs the elements of one input, reordered or padded with zeros. Value: its number",
-        "permutes": "may output the elements of an input in another order and the same shape. Value: its number",
+        "permutes": "has a gradient, and may output the elements of an input in another order and the same shape. "
+        "Value: its number",
         "parameterised": "applies parameters to data, not element by element, and is no linear op of two operands",
         "placeholder": "its value is fed by each call",
         "plain_add": "adds two inputs with broadcasting",

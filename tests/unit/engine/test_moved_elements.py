@@ -29,6 +29,10 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "UnsortedSegmentSum": lambda x: tf.math.unsorted_segment_sum(x, ORDER, 3),
     "TopKV2": lambda x: tf.raw_ops.TopKV2(input=x, k=3).values,
     "Einsum": lambda x: tf.einsum("ij->ji", x),
+    "SparseSegmentSum": lambda x: tf.raw_ops.SparseSegmentSum(data=x, indices=ORDER, segment_ids=[0, 1, 2]),
+    "CropAndResize": lambda x: tf.image.crop_and_resize(x[tf.newaxis, ..., tf.newaxis], [[1, 0, 0, 1]], [0], [3, 3])[
+        0, ..., 0
+    ],
     "DynamicStitch": lambda x: tf.dynamic_stitch([ORDER], [x]),
 }
 # Their output has the shape of the input only if no element moves.
@@ -89,3 +93,16 @@ def test_the_gradient_of_one_result_is_no_gradient_of_each_reduced_element() -> 
     assert "one number" in refusal(tf.reduce_mean, "first(3 * dy)", "Mean", np.float32(2))
     np.testing.assert_array_equal(run(tf.reduce_mean, "first(dy * ones_like(x))", "Mean", np.float32(2)), 2 + 0 * X)
     np.testing.assert_array_equal(run(tf.reduce_sum, "first(3 * dy)", "Sum", np.float32(2)), 6 + 0 * X)
+
+
+def test_updates_of_a_scatter_move_and_its_tensor_does_not() -> None:
+    def scatter(x: Any) -> Any:
+        return tf.tensor_scatter_nd_add(tf.zeros_like(x), [[index] for index in ORDER], x)
+
+    assert "input 2" in refusal(scatter, "(dy, None, dy)", "TensorScatterAdd")
+    np.testing.assert_array_equal(run(scatter, "(dy, None, 2 * default2)", "TensorScatterAdd"), 2 * DY[ORDER])
+
+
+def test_rules_apply_to_moves_without_a_gradient() -> None:
+    """A rule is the only gradient that they can have; at one element, no element moves."""
+    np.testing.assert_array_equal(run(tf.random.shuffle, "ste", "RandomShuffle"), DY)
