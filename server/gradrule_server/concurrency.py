@@ -18,8 +18,17 @@ _REPEAT_S = 60.0
 # Between two attempts to start a thread.
 _RETRY_S = 1.0
 
+# A call that waits in vain fails this much before its deadline, so that its caller receives the reason.
+_MARGIN_S = 0.5
+_MARGIN_SHARE = 0.1
+
 Work = Callable[[], None]
 T = TypeVar("T")
+
+
+def waiting_time(left_s: float) -> float:
+    """Returns how long a call may wait for its turn, seconds, if it has `left_s` until its deadline."""
+    return left_s - min(_MARGIN_S, _MARGIN_SHARE * left_s)
 
 
 class PeriodicChecks:

@@ -113,10 +113,13 @@ MEMORY_SHARES = {"engines": 0.6, "bytes_in_flight": 0.25, "shared_bytes": 0.1}
 The rest is for the front end itself, with rules and caches. `docs/guide/operating.md` has this table too.
 """
 
-HELD_PER_BYTE = 6
-"""Bytes of memory for each byte of requests and answers in flight: gRPC, Python, the memory that the engine shares, and
-what malloc keeps for a while each have a copy. Measured: 3.7 for calls with small answers, 5.3 for answers as large as
-their requests."""
+ARRIVING_PER_BYTE = 3
+"""Bytes of requests that may arrive, or wait until they may run, for each byte of running requests and of answers."""
+
+HELD_PER_BYTE = 8
+"""Bytes of memory for each byte of running requests and of answers: gRPC, Python, the memory that the engine shares,
+and what malloc keeps for a while each have a copy. Measured: 3.7 for calls with small answers, 5.3 for answers as large
+as their requests. The others are for requests that arrive or wait, of which one copy exists."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,9 @@ class EvaluateStream:
             if not self._has_room.is_set():
                 await self._has_room.wait()
             await self._handle(raw)
+            if not self._chunks.are_arriving:
+                # The chunks that would complete a request must still be read.
+                await self._pipeline.wait_for_room(self._caller)
 
     def _refuse_late(self, number: int, cause: GradruleError) -> None:
         """Answers a request whose chunks did not all arrive in time."""
@@ -226,7 +229,7 @@ class EvaluateStream:
             await self._send(0, _failure_message(number, failure, request_id))
         elif self._is_over:
             # The answer came after the stream had ended.
-            self._pipeline.release_bytes(self._caller, len(data))
+            self._pipeline.release_answer(self._caller, len(data))
         else:
             size, messages = len(data), _messages(number, _ANSWER_FIELDS[kind], data, chunk_bytes)
             # Frees the answer early: the messages hold what they need of it.
@@ -241,7 +244,7 @@ class EvaluateStream:
             if isinstance(messages, bytes):
                 async with self._writing:
                     # From here on `OpenStreams` counts the message.
-                    self._pipeline.release_bytes(self._caller, held)
+                    self._pipeline.release_answer(self._caller, held)
                     held = 0
                     await self._try_to_write(messages)
                 return
@@ -252,7 +255,7 @@ class EvaluateStream:
                         return
         finally:
             if held:
-                self._pipeline.release_bytes(self._caller, held)
+                self._pipeline.release_answer(self._caller, held)
             self._count(-size)
 
     async def _try_to_write(self, data: bytes) -> bool:

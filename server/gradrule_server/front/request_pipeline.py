@@ -177,7 +177,8 @@ class RequestPipeline:
     ) -> bytes:
         """Admits, parses and answers one request of a stream within its deadline; raises `GradruleError` only.
 
-        The bytes of the answer stay counted until `release_bytes`. OVERLOADED where they are too many.
+        Waits while too many bytes are in flight; OVERLOADED shortly before the deadline. The bytes of the answer stay
+        counted until `release_answer`.
 
         Args:
             caller: of the stream.
@@ -187,23 +188,25 @@ class RequestPipeline:
             raw: bytes of the request.
             remaining: seconds that the client gives the request; None: the default deadline.
         """
-        request, in_flight, size = observed.request, caller.tenant.in_flight, len(raw)
+        request, in_flight, admitted = observed.request, caller.tenant.in_flight, 0
         with observed:
-            request.bytes_in = size
+            request.bytes_in = len(raw)
             try:
-                self._admission.admit(in_flight, size)
+                self._admission.admit(in_flight)
                 try:
                     with self._deadline(remaining) as deadline:
+                        await self._admission.admit_bytes(in_flight, len(raw), deadline.ends_at)
+                        admitted = len(raw)
                         answer = await self._call(caller, request, request_type, method, raw, deadline.ends_at)
                 finally:
-                    self._admission.release(in_flight, size)
+                    self._admission.release(in_flight, admitted)
                 data = answer if isinstance(answer, bytes) else answer.SerializeToString()
             except GradruleError:
                 raise
             except Exception as cause:
                 raise log_incident() from cause
             request.bytes_out = len(data)
-            self._admission.admit_bytes(in_flight, len(data))
+            self._admission.adjust_bytes(in_flight, len(data))
             return data
 
     async def run(
@@ -217,14 +220,16 @@ class RequestPipeline:
 
         `function` takes the deadline, event loop time, seconds.
         """
-        in_flight = caller.tenant.in_flight
+        in_flight, admitted = caller.tenant.in_flight, 0
         try:
-            self._admission.admit(in_flight, size)
+            self._admission.admit(in_flight)
             try:
                 with self._deadline(remaining) as deadline:
+                    await self._admission.admit_bytes(in_flight, size, deadline.ends_at)
+                    admitted = size
                     answer = await function(deadline.ends_at)
             finally:
-                self._admission.release(in_flight, size)
+                self._admission.release(in_flight, admitted)
         except GradruleError:
             raise
         except Exception as cause:
@@ -242,13 +247,27 @@ class RequestPipeline:
         async with self._parsing.hold(caller.tenant.name):
             return await asyncio.to_thread(_parse, request_type, raw, self._limits)
 
-    def reserve_bytes(self, caller: Caller, size: int) -> None:
-        """Counts bytes of the caller's tenant as in flight until `release_bytes`; OVERLOADED."""
-        self._admission.admit_bytes(caller.tenant.in_flight, size)
+    def reserve_chunk(self, caller: Caller, size: int, arrived: int) -> None:
+        """Counts bytes of a request that is arriving until `release_chunks`; OVERLOADED, LIMIT_EXCEEDED.
 
-    def release_bytes(self, caller: Caller, size: int) -> None:
-        """Stops counting bytes in flight."""
+        `arrived`: the bytes of the request that are counted already.
+        """
+        self._admission.admit_arrived(caller.tenant.in_flight, size, arrived)
+
+    def release_chunks(self, caller: Caller, size: int) -> None:
+        """Stops counting bytes of a request that was arriving."""
+        self._admission.forget_arrived(caller.tenant.in_flight, size)
+
+    def release_answer(self, caller: Caller, size: int) -> None:
+        """Stops counting bytes of an answer."""
         self._admission.adjust_bytes(caller.tenant.in_flight, -size)
+
+    async def wait_for_room(self, caller: Caller) -> None:
+        """Waits until a message of any size may arrive on a stream."""
+        in_flight = caller.tenant.in_flight
+        counted = await self._admission.admit_arrival(in_flight, None)
+        if counted:
+            self._admission.forget_arrived(in_flight, counted)
 
     def drain(self) -> None:
         """Makes streams take no more requests; each stream ends when its running requests have ended."""
@@ -296,12 +315,9 @@ class RequestPipeline:
         return Caller(principal, tenant)
 
     def _watch_answer(self, caller: Caller, data: bytes, context: Context, peer: str) -> None:
-        """Counts an answer until its client has read it, and closes the connection if that takes too long.
-
-        OVERLOADED where too many bytes are in flight.
-        """
+        """Counts an answer until its client has read it, and closes the connection if that takes too long."""
         in_flight, size = caller.tenant.in_flight, len(data)
-        self._admission.admit_bytes(in_flight, size)
+        self._admission.adjust_bytes(in_flight, size)
         on_done = functools.partial(self._admission.adjust_bytes, in_flight, -size)
         unread = UnreadAnswer(peer, read_timeout(self._times.stall_s, size), self._unread_checks, on_done)
         when_done(context, unread.finish)
@@ -317,16 +333,18 @@ class RequestPipeline:
         def create(known: Principal | None) -> Handler:
             async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
                 async def answer(caller: Caller, request: RequestRecord) -> bytes:
-                    admission, in_flight, size = self._admission, caller.tenant.in_flight, 0
-                    admission.admit(in_flight, 0)
+                    admission, in_flight, admitted = self._admission, caller.tenant.in_flight, 0
+                    admission.admit(in_flight)
                     try:
                         with self._deadline(context.time_remaining()) as deadline:
-                            raw = await self._unary_requests.read(context, in_flight)
+                            raw = await self._unary_requests.read(context, in_flight, deadline.ends_at)
                             size = request.bytes_in = len(raw)
                             request.received_ns = time.monotonic_ns()
+                            await admission.admit_bytes(in_flight, size, deadline.ends_at)
+                            admitted = size
                             response = await self._call(caller, request, request_type, method, raw, deadline.ends_at)
                     finally:
-                        admission.release(in_flight, size)
+                        admission.release(in_flight, admitted)
                     data = response if isinstance(response, bytes) else response.SerializeToString()
                     request.bytes_out = len(data)
                     self._watch_answer(caller, data, context, request.peer())

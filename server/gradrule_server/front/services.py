@@ -170,7 +170,7 @@ class GradientServicer:
     def evaluate(self, call: Call[Empty]) -> Awaitable[bytes]:
         caller = call.caller
         read = functools.partial(self._pipeline.parse, link_pb2.RawEvaluateRequest, call.raw, caller)
-        used = functools.partial(self._shared_memory.use, caller=caller, byte_counter=self._pipeline)
+        used = functools.partial(self._shared_memory.use, caller=caller)
         return caller.tenant.program_service.evaluate(call.raw, read, call.received_ns, call.ends_at, used)
 
     async def share_memory(self, call: Call[evaluate_pb2.ShareMemoryRequest]) -> evaluate_pb2.ShareMemoryResponse:

@@ -20,7 +20,6 @@ from typing import Protocol
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.concurrency import BlockingThreads
 from gradrule_server.errors import error
-from gradrule_server.front.admission import ByteCounter
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory_connections import (
     KEY_BYTES,
@@ -148,10 +147,10 @@ class SharedMemoryServer:
         )
 
     @contextlib.contextmanager
-    def use(self, use: evaluate_pb2.SharedMemoryUse, caller: Caller, byte_counter: ByteCounter) -> Iterator[MemoryUse]:
-        """Returns the memory that a call uses within this context; its bytes count as bytes in flight.
+    def use(self, use: evaluate_pb2.SharedMemoryUse, caller: Caller) -> Iterator[MemoryUse]:
+        """Returns the memory that a call uses within this context.
 
-        SHARED_MEMORY_LOST where the caller's tenant has no such memory, INVALID_TENSOR, OVERLOADED.
+        SHARED_MEMORY_LOST where the caller's tenant has no such memory, INVALID_TENSOR.
         """
         key = caller.tenant.name, use.memory
         connection = self._connections.get(key)
@@ -171,11 +170,6 @@ class SharedMemoryServer:
             self._end_connection(key)
             raise shared_memory_lost()
         try:
-            byte_counter.reserve_bytes(caller, size)
-        except BaseException:
-            memory.release_answer(use.answer_offset, use.answer_bytes)
-            raise
-        try:
             yield MemoryUse(memory, size)
         except asyncio.CancelledError:
             # An engine may still write into the memory, which the client would use for another call.
@@ -183,7 +177,6 @@ class SharedMemoryServer:
             raise
         finally:
             memory.release_answer(use.answer_offset, use.answer_bytes)
-            byte_counter.release_bytes(caller, size)
 
     def redeem(self, handshake: Handshake, client_key: bytes) -> Keys | None:
         """Returns the keys that a client shows, which are used up by that; None where there are none.

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.concurrency import TenantLocks, start_logged_task
+from gradrule_server.concurrency import TenantLocks, start_logged_task, waiting_time
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.monitor import EngineMonitor, EngineStatus
@@ -25,9 +25,6 @@ from gradrule_server.recovery.endings import engine_unavailable
 _log = logging.getLogger(__name__)
 
 _FULL_RETRY_S = 1.0
-# A call that waits in vain fails this much before its deadline, so that its caller receives the reason.
-_MARGIN_S = 0.5
-_MARGIN_SHARE = 0.1
 # Index of engines that run one call alone, to find out whether it crashes them.
 _TRIAL = -1
 
@@ -354,7 +351,7 @@ class EnginePool:
             self._assign()
         waiting.calls += 1
         try:
-            async with asyncio.timeout(left_s - min(_MARGIN_S, _MARGIN_SHARE * left_s)) as limit:
+            async with asyncio.timeout(waiting_time(left_s)) as limit:
                 await waiting.served.wait()
         except TimeoutError:
             if not limit.expired():

@@ -24,23 +24,25 @@ from tests.battery import wire
 from tests.waiting import wait_for_condition
 
 MESSAGE = 1_000_000
+# More than the requests that need not wait behind others.
+PART = 100_000
 
 
 def admission(requests: int = 8, size: int = 800, *, of_one: int = 100, size_of_one: int = 10_000) -> Admission:
     return Admission(InFlightLimits(requests, size), InFlightLimits(of_one, size_of_one))
 
 
-def refused(pipeline: Admission, share: InFlight, size: int = 0) -> str:
+def refused(pipeline: Admission, share: InFlight) -> str:
     with pytest.raises(GradruleError) as refusal:
-        pipeline.admit(share, size)
+        pipeline.admit(share)
     assert reason_name(refusal.value.reason) == "OVERLOADED"
     assert refusal.value.retry_after_s == 0.2
     return refusal.value.message
 
 
-def fill(pipeline: Admission, share: InFlight, count: int, size: int = 0) -> None:
+def fill(pipeline: Admission, share: InFlight, count: int) -> None:
     for _ in range(count):
-        pipeline.admit(share, size)
+        pipeline.admit(share)
 
 
 def test_single_tenant_may_use_the_whole_server() -> None:
@@ -86,57 +88,168 @@ def test_server_is_never_filled_beyond_twice_its_limit() -> None:
         share = InFlight()
         for _ in range(8 // (others + 1)):
             if pipeline.find_refusal(share) is None:
-                pipeline.admit(share, 0)
+                pipeline.admit(share)
     assert pipeline.in_flight <= 16
-
-
-def test_bytes_are_shared_like_requests() -> None:
-    pipeline, greedy, modest = admission(100), InFlight(), InFlight()
-    fill(pipeline, greedy, 8, 100)
-    assert "--max-bytes-in-flight" in refused(pipeline, greedy, 1)
-    fill(pipeline, modest, 4, 100)
-    refused(pipeline, modest, 100)
-    for _ in range(8):
-        pipeline.release(greedy, 100)
-    assert (greedy.requests, greedy.size) == (0, 0)
-    pipeline.admit(greedy, 400)
-
-
-def test_answers_of_one_tenant_do_not_refuse_others() -> None:
-    pipeline, greedy, modest = admission(100), InFlight(), InFlight()
-    # An answer that is alone may be of any size, and its client need not read it.
-    pipeline.admit_bytes(greedy, 100_000)
-    with pytest.raises(GradruleError):
-        pipeline.admit_bytes(greedy, 1)
-    pipeline.admit(modest, 400)
-    pipeline.release(modest, 400)
-    pipeline.adjust_bytes(greedy, -100_000)
-    fill(pipeline, modest, 8, 100)
-    assert "--max-bytes-in-flight" in refused(pipeline, modest, 1)
-
-
-def test_only_request_of_a_tenant_may_have_any_size() -> None:
-    pipeline, one = admission(size_of_one=50), InFlight()
-    pipeline.admit(one, 5000)
-    assert "--tenant-bytes-in-flight" in refused(admission_with(one, size_of_one=50), one, 1)
-    pipeline.release(one, 5000)
-    assert (one.size, one.requests) == (0, 0)
-
-
-def admission_with(share: InFlight, size_of_one: int) -> Admission:
-    """A pipeline that knows of what a share has already."""
-    pipeline = admission(size=10**6, size_of_one=size_of_one)
-    share.size, share.requests = 5000, 1
-    return pipeline
 
 
 def test_refused_request_is_not_counted() -> None:
     pipeline, one = admission(1), InFlight()
     fill(pipeline, one, 1)
     for _ in range(5):
-        refused(pipeline, one, 10)
+        refused(pipeline, one)
     pipeline.release(one, 0)
     assert (pipeline.in_flight, one.requests, one.size) == (0, 0, 0)
+
+
+class Bytes:
+    """Requests whose bytes are counted or wait. The limits are large enough for bytes that are not few.
+
+    Args:
+        server: limit of the server.
+        tenant: limit of each tenant.
+    """
+
+    def __init__(self, server: int = 8 * PART, tenant: int = 100 * PART) -> None:
+        self.admission = Admission(InFlightLimits(100, server), InFlightLimits(100, tenant), PART)
+        self.order: list[str] = []
+
+    async def _run(self, share: InFlight, size: int, name: str, left_s: float) -> None:
+        self.admission.admit(share)
+        try:
+            await self.admission.admit_bytes(share, size, asyncio.get_running_loop().time() + left_s)
+        except BaseException:
+            self.admission.release(share, 0)
+            raise
+        self.order.append(name)
+
+    async def ask(self, share: InFlight, size: int, name: str = "", left_s: float = 60.0) -> asyncio.Task[None]:
+        """Starts a request; returns once it has been admitted or waits."""
+        task = asyncio.create_task(self._run(share, size, name, left_s))
+        await steps()
+        return task
+
+    async def release(self, share: InFlight, size: int) -> None:
+        """Ends a request; returns once those that were waiting for it have been admitted."""
+        self.admission.release(share, size)
+        await steps()
+
+
+async def steps() -> None:
+    """Lets tasks go on as far as they can at once."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_requests_without_room_wait_in_order() -> None:
+    """Nothing that the server can do a little later is refused."""
+    held, one = Bytes(), InFlight()
+    first = await held.ask(one, 5 * PART, "a")
+    waiting = [await held.ask(one, size * PART, name) for name, size in (("b", 5), ("c", 5), ("d", 2))]
+    assert first.done() and not any(task.done() for task in waiting)
+    assert (one.running.size, one.arriving.size) == (5 * PART, 12 * PART)
+    for _ in range(2):
+        await held.release(one, 5 * PART)
+    assert held.order == ["a", "b", "c", "d"]
+    assert (one.running.size, one.arriving.size) == (7 * PART, 0)
+
+
+async def test_small_requests_do_not_wait_behind_large_ones() -> None:
+    held, one, other = Bytes(), InFlight(), InFlight()
+    await held.ask(one, 5 * PART)
+    large = await held.ask(one, 5 * PART)
+    for share in (one, other):
+        assert (await held.ask(share, 10)).done()
+    assert not large.done()
+
+
+async def test_tenants_take_turns() -> None:
+    held, greedy, modest = Bytes(), InFlight(), InFlight()
+    await held.ask(greedy, 8 * PART)
+    for number in range(3):
+        await held.ask(greedy, 6 * PART, f"greedy {number}")
+    for number in range(2):
+        await held.ask(modest, 6 * PART, f"modest {number}")
+    held.order.clear()
+    await held.release(greedy, 8 * PART)
+    for share in (greedy, modest, greedy, modest):
+        await held.release(share, 6 * PART)
+    assert held.order == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2"]
+
+
+async def test_tenant_below_its_fair_share_does_not_wait() -> None:
+    held, greedy, modest = Bytes(), InFlight(), InFlight()
+    await held.ask(greedy, 8 * PART)
+    assert not (await held.ask(greedy, PART)).done()
+    assert [(await held.ask(modest, PART)).done() for _ in range(5)] == [True] * 4 + [False]
+
+
+async def test_requests_that_fit_do_not_keep_a_larger_one_waiting_for_ever() -> None:
+    held, one, other, third = Bytes(), InFlight(), InFlight(), InFlight()
+    await held.ask(one, 3 * PART)
+    await held.ask(other, 3 * PART)
+    large = await held.ask(third, 6 * PART)
+    # It would fit now, but not beside the large one; this tenant has its fair share.
+    later = await held.ask(one, 2 * PART)
+    await held.release(other, 3 * PART)
+    assert not large.done() and not later.done()
+    await held.release(one, 3 * PART)
+    assert large.done() and later.done()
+
+
+async def test_request_larger_than_the_limits_is_admitted_beside_small_ones() -> None:
+    held, one = Bytes(8 * PART, 4 * PART), InFlight()
+    await held.ask(one, 10)
+    assert (await held.ask(one, 50 * PART)).done()
+    waits = await held.ask(one, PART)
+    assert not waits.done()
+    await held.release(one, 50 * PART)
+    assert waits.done() and one.size == PART + 10
+
+
+@pytest.mark.parametrize(("limits", "setting"), [((8, 100), "--max-bytes"), ((100, 8), "--tenant-bytes")])
+async def test_request_that_waits_in_vain_is_told_what_is_full(limits: tuple[int, int], setting: str) -> None:
+    held, one = Bytes(limits[0] * PART, limits[1] * PART), InFlight()
+    await held.ask(one, 8 * PART)
+    with pytest.raises(GradruleError) as refusal:
+        await (await held.ask(one, PART, left_s=0.1))
+    assert reason_name(refusal.value.reason) == "OVERLOADED"
+    assert f"{setting}-in-flight" in refusal.value.message
+    assert f"{8 * PART} bytes of running requests" in refusal.value.message
+    await held.release(one, 8 * PART)
+    assert (one.requests, one.size) == (0, 0)
+
+
+async def test_cancelled_request_leaves_and_keeps_nobody_waiting() -> None:
+    held, one, other = Bytes(), InFlight(), InFlight()
+    await held.ask(one, 8 * PART)
+    gone, next_one, last = await held.ask(one, 8 * PART), await held.ask(other, 6 * PART), await held.ask(one, 2 * PART)
+    held.admission.release(one, 8 * PART)
+    # At the same time as it would get its turn, and after it has got it.
+    gone.cancel()
+    await steps()
+    assert gone.cancelled() and next_one.done() and last.done()
+    unlucky = await held.ask(one, 8 * PART)
+    held.admission.release(one, 2 * PART)
+    held.admission.release(other, 6 * PART)
+    await asyncio.sleep(0)
+    assert one.running.size == 8 * PART
+    unlucky.cancel()
+    await steps()
+    assert unlucky.cancelled()
+    assert (one.requests, one.size, other.size) == (0, 0, 0)
+    assert (await held.ask(other, 8 * PART)).done()
+
+
+async def test_answers_of_one_tenant_do_not_keep_others_waiting() -> None:
+    held, greedy, modest = Bytes(), InFlight(), InFlight()
+    # Its client need not read it.
+    held.admission.adjust_bytes(greedy, 1000 * PART)
+    assert not (await held.ask(greedy, PART)).done()
+    assert (await held.ask(modest, 4 * PART)).done()
+    held.admission.adjust_bytes(greedy, -1000 * PART)
+    await steps()
+    assert greedy.running.size == PART
+    assert (await held.ask(modest, 3 * PART)).done()
 
 
 class FakeTenants:
@@ -247,29 +360,43 @@ async def test_slow_requests_count_as_the_largest_message() -> None:
     served.pipeline._unary_requests = UnaryRequests(served.admission, ConnectionWatch(), 0.1)
     share = served.tenants.tenant.in_flight
     async with served.running() as method:
-        first = method(never(), timeout=30)
-        await served.has_in_flight(1)
-        await wait_for_condition(lambda: share.size == MESSAGE)
-        # There is no room for a second one that may be as large; what comes quickly fits in beside it.
-        assert await status_of(method(never(), timeout=30)) == "OVERLOADED"
-        # On a busy machine this one may take longer than 0.1 s.
-        served.pipeline._unary_requests = UnaryRequests(served.admission, ConnectionWatch(), 10.0)
-        assert await method(of(b"\n\x01a"), timeout=30) == b"\n\x01a"
-        first.cancel()
+        slow = [method(never(), timeout=30) for _ in range(4)]
+        await wait_for_condition(lambda: share.arriving.size == 4 * MESSAGE)
+        # There is no room for a further one that may be as large: it is not read, and told so before its deadline.
+        assert await status_of(method(of(b"\n\x01a"), timeout=0.5)) == "OVERLOADED"
+        waiting = method(of(b"\n\x01a"), timeout=30)
+        await served.has_in_flight(5)
+        slow.pop().cancel()
+        assert await waiting == b"\n\x01a"
+        for each in slow:
+            each.cancel()
         await served.has_in_flight(0)
-        async with asyncio.timeout(10):
-            while share.size:
-                await asyncio.sleep(0.01)
+        await wait_for_condition(lambda: not share.size)
 
 
-async def test_request_too_large_beside_others_is_refused() -> None:
+async def test_slow_requests_beyond_the_room_for_them_are_refused() -> None:
     served = Served()
+    served.pipeline._unary_requests = UnaryRequests(served.admission, ConnectionWatch(), 0.1)
     async with served.running() as method:
-        served.admission.adjust_bytes(served.tenants.tenant.in_flight, MESSAGE)
-        large = rule_pb2.GetRuleRequest(name="x" * MESSAGE).SerializeToString()
-        assert await status_of(method(of(large), timeout=30)) == "OVERLOADED"
-        served.admission.adjust_bytes(served.tenants.tenant.in_flight, -MESSAGE)
-        assert await method(of(large), timeout=30) == large
+        slow = [asyncio.ensure_future(status_of(method(never(), timeout=30))) for _ in range(5)]
+        done, rest = await asyncio.wait(slow, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        assert ([each.result() for each in done], len(rest)) == (["OVERLOADED"], 4)
+        for each in rest:
+            each.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+
+async def test_request_without_room_beside_others_waits() -> None:
+    served = Served()
+    share = served.tenants.tenant.in_flight
+    async with served.running() as method:
+        served.admission.adjust_bytes(share, MESSAGE)
+        large = rule_pb2.GetRuleRequest(name="x" * (MESSAGE - 10)).SerializeToString()
+        assert await status_of(method(of(large), timeout=0.5)) == "OVERLOADED"
+        waiting = asyncio.ensure_future(method(of(large), timeout=30))
+        await wait_for_condition(lambda: share.arriving.size == len(large))
+        served.admission.adjust_bytes(share, -MESSAGE)
+        assert await waiting == large
 
 
 @pytest.mark.parametrize("stall_s", [0.4, 60.0])
@@ -309,7 +436,9 @@ async def test_abandoned_read_ends_with_its_call() -> None:
 
     bound = InFlightLimits(9, MESSAGE)
     context: Any = Call()
-    reading = asyncio.create_task(UnaryRequests(Admission(bound, bound), ConnectionWatch()).read(context, InFlight()))
+    reading = asyncio.create_task(
+        UnaryRequests(Admission(bound, bound), ConnectionWatch()).read(context, InFlight(), 1e9)
+    )
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     reading.cancel()

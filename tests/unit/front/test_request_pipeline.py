@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
+from gradrule.v1 import rule_pb2
 from gradrule_server.front.calls import Call, Caller
 from gradrule_server.front.services import SessionServicer
 from gradrule_server.identity import Authenticator, Principal
-from gradrule_server.operations.request_record import ANSWER_COMPRESSION
 from tests.unit.front.pipelines import Aborted, Context, call, create_pipeline, stream
 
 
@@ -74,35 +74,18 @@ async def test_requests_at_a_time_are_limited() -> None:
     assert await call(pipeline, waits, Context()) == b"done"
 
 
-class CompressedContext(Context):
-    """A caller that asks for compressed answers; notes whether metadata was sent."""
+async def test_answers_are_never_refused_for_lack_of_room() -> None:
+    gate = asyncio.Event()
 
-    has_metadata = False
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ((ANSWER_COMPRESSION, "gzip"),)
-
-    def set_compression(self, _: grpc.Compression) -> None:
-        pass
-
-    async def send_initial_metadata(self, _: tuple[()]) -> None:
-        self.has_metadata = True
-
-
-async def test_answer_without_room_is_refused_before_its_metadata() -> None:
     async def large(_: Call[Any]) -> bytes:
-        return bytes(250_000)
+        await gate.wait()
+        return bytes(600_000)
 
     pipeline = create_pipeline()
-    for _ in range(4):
-        context = CompressedContext()
-        assert len(await call(pipeline, large, context)) == 250_000
-        assert context.has_metadata
-    refused = CompressedContext()
-    with pytest.raises(Aborted):
-        await call(pipeline, large, refused)
-    # Clients do not send a call again whose metadata they received.
-    assert refused.reason == "OVERLOADED" and not refused.has_metadata
+    calls = [asyncio.create_task(call(pipeline, large, Context())) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    gate.set()
+    assert [len(answer) for answer in await asyncio.gather(*calls)] == [600_000] * 4
 
 
 async def test_session_message_is_parsed_after_admission() -> None:
@@ -214,21 +197,26 @@ async def test_streams_of_a_tenant_are_limited() -> None:
     await stream(pipeline, waits, Context())
 
 
+def request_of(size: int) -> bytes:
+    """Returns a request of about this size."""
+    return rule_pb2.GetRuleRequest(name="x" * size).SerializeToString()
+
+
 async def test_answers_count_until_they_are_read() -> None:
     async def large(_: Call[Any]) -> bytes:
         return bytes(600_000)
 
     pipeline, first = create_pipeline(), Context()
     await call(pipeline, large, first)
-    # Unread answers leave less room for further answers.
-    for _ in range(2):
-        refused = Context()
-        with pytest.raises(Aborted):
-            await call(pipeline, large, refused)
-        assert refused.reason == "OVERLOADED"
-        refused.done()
+    # Unread answers leave less room for requests.
+    refused = Context(0.1)
+    with pytest.raises(Aborted):
+        await call(pipeline, large, refused, request_of(500_000))
+    assert refused.reason == "OVERLOADED"
+    waits = asyncio.create_task(call(pipeline, large, Context(), request_of(500_000)))
+    await asyncio.sleep(0)
     first.done()
-    await call(pipeline, large, Context())
+    await waits
 
 
 async def test_only_answer_of_a_tenant_may_have_any_size() -> None:
@@ -248,14 +236,14 @@ async def test_unread_answer_counts_after_its_stream_has_ended() -> None:
     pipeline, stalled = create_pipeline(stall_s=0.2), Context()
     with pytest.raises(Aborted):
         await stream(pipeline, writes, stalled)
-    refused = Context()
+    refused = Context(0.1)
     with pytest.raises(Aborted):
-        await call(pipeline, small, refused)
+        await call(pipeline, small, refused, request_of(100_000))
     assert refused.reason == "OVERLOADED"
     # gRPC takes the call for done, and has the answer still.
     stalled.done()
-    with pytest.raises(Aborted):
-        await call(pipeline, small, Context())
+    waits = asyncio.create_task(call(pipeline, small, Context(), request_of(100_000)))
+    await asyncio.sleep(0)
+    assert not waits.done()
     # The connection is closed after twice `stall_s`.
-    await asyncio.sleep(0.5)
-    await call(pipeline, small, Context())
+    await waits
