@@ -116,10 +116,11 @@ The rest is for the front end itself, with rules and caches. `docs/guide/operati
 ARRIVING_PER_BYTE = 3
 """Bytes of requests that may arrive, or wait until they may run, for each byte of running requests and of answers."""
 
-HELD_PER_BYTE = 8
-"""Bytes of memory for each byte of running requests and of answers: gRPC, Python, the memory that the engine shares,
-and what malloc keeps for a while each have a copy. Measured: 3.7 for calls with small answers, 5.3 for answers as large
-as their requests. The others are for requests that arrive or wait, of which one copy exists."""
+HELD_PER_BYTE = 10
+"""Bytes of memory for each byte of running requests and of answers. Measured: 3.7 for calls with small answers, 5.3 for
+answers as large as their requests. Python and the memory that the engine shares hold the request; that memory, Python
+and gRPC the answer. The others are for requests that arrive or wait, of which one copy exists, and for the message that
+gRPC hands over, of which three exist for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +186,8 @@ TENANT_RESOURCES = (
         "bytes of requests at a time",
         2 * _GIB,
         "total size of concurrent requests",
-        "; further requests are refused with OVERLOADED; auto: 4 % of the memory, because a request takes six times "
-        "its size",
+        "; further requests wait for room, and are refused with OVERLOADED shortly before their deadline; auto: 2.5 % of "
+        "the memory, because a request takes ten times its size with those that wait",
         is_size=True,
         has_quota=False,
     ),

@@ -240,15 +240,11 @@ class SharedMemoryUse(google.protobuf.message.Message):
     memory: builtins.bytes
     """Name that the server gave the memory. SHARED_MEMORY_LOST if the server does not have this memory."""
     request_bytes: builtins.int
-    """Total size of the request's tensors in the memory, in bytes. They count as bytes in flight. INVALID_TENSOR if the tensors take
-    more than this.
-    """
+    """Total size of the request's tensors in the memory, in bytes. INVALID_TENSOR if the tensors take more than this."""
     answer_offset: builtins.int
     """Where the server may write tensors of the answer: offset in the memory, in bytes."""
     answer_bytes: builtins.int
-    """Space for tensors of the answer, in bytes. It counts as bytes in flight. Tensors that do not fit are sent inline. 0: all
-    tensors are sent inline.
-    """
+    """Space for tensors of the answer, in bytes. Tensors that do not fit are sent inline. 0: all tensors are sent inline."""
     def __init__(
         self,
         *,
@@ -747,7 +743,7 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     """The next bytes of a request that is sent in several messages because it is longer than one message may be. All these messages
     have the same request_id. The last message has no chunk but an empty `evaluate`, `forward`, `pull_back` or `close_handle`, which
     says the kind of the request; its bytes are those of all chunks in order. Chunks count as bytes in flight; OVERLOADED if there
-    are too many.
+    are too many, LIMIT_EXCEEDED if one request has too many.
     """
     answer_chunk_bytes: builtins.int
     """If not 0, longer answers are sent in chunks of this size, in bytes; smaller values than 65,536 count as 65,536. Of a request in

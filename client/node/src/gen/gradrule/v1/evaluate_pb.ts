@@ -182,8 +182,7 @@ export type SharedMemoryUse = Message<"gradrule.v1.SharedMemoryUse"> & {
   memory: Uint8Array;
 
   /**
-   * Total size of the request's tensors in the memory, in bytes. They count as bytes in flight. INVALID_TENSOR if the tensors take
-   * more than this.
+   * Total size of the request's tensors in the memory, in bytes. INVALID_TENSOR if the tensors take more than this.
    *
    * @generated from field: uint64 request_bytes = 2;
    */
@@ -197,8 +196,7 @@ export type SharedMemoryUse = Message<"gradrule.v1.SharedMemoryUse"> & {
   answerOffset: bigint;
 
   /**
-   * Space for tensors of the answer, in bytes. It counts as bytes in flight. Tensors that do not fit are sent inline. 0: all
-   * tensors are sent inline.
+   * Space for tensors of the answer, in bytes. Tensors that do not fit are sent inline. 0: all tensors are sent inline.
    *
    * @generated from field: uint64 answer_bytes = 4;
    */
@@ -843,7 +841,7 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
      * The next bytes of a request that is sent in several messages because it is longer than one message may be. All these messages
      * have the same request_id. The last message has no chunk but an empty `evaluate`, `forward`, `pull_back` or `close_handle`, which
      * says the kind of the request; its bytes are those of all chunks in order. Chunks count as bytes in flight; OVERLOADED if there
-     * are too many.
+     * are too many, LIMIT_EXCEEDED if one request has too many.
      *
      * @generated from field: bytes chunk = 8;
      */
