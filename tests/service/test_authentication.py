@@ -310,16 +310,16 @@ def test_command_line_with_tls_and_token(
 
     target, ca = guarded.running.target, str(guarded.authority.file)
     assert main(["health", target, "--tls-ca", ca]) == 0
-    assert main(["health", target, "--timeout", "2"]) == 1
+    assert main(["health", target, "--timeout", "2"]) == 4
     capsys.readouterr()
-    assert main(["rules", "show", "ste", "--target", target, "--tls-ca", ca, "--timeout", "20"]) == 1
+    assert main(["rules", "show", "ste", "--target", target, "--tls-ca", ca, "--timeout", "20"]) == 3
     assert "UNAUTHENTICATED" in capsys.readouterr().err
     monkeypatch.setenv("GRADRULE_TARGET", target)
     monkeypatch.setenv("GRADRULE_TLS_CA", ca)
     monkeypatch.setenv("GRADRULE_TOKEN", guarded.web_token("ada"))
     assert main(["rules", "show", "ste"]) == 0
     assert "ste" in capsys.readouterr().out
-    assert main(["rules", "list", "--target", "gradrule.example:8470", "--tls-ca", "/nowhere/ca.crt"]) == 1
+    assert main(["rules", "list", "--target", "gradrule.example:8470", "--tls-ca", "/nowhere/ca.crt"]) == 2
     assert "/nowhere/ca.crt" in capsys.readouterr().err
 
 

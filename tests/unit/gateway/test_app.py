@@ -194,7 +194,7 @@ async def test_bytes_of_a_client_that_goes_away_are_given_back_once(server: Serv
         finally:
             request.state.share.release()
 
-    server.unary = never  # type: ignore[method-assign]
+    server.unary = never  # type: ignore[method-assign, assignment]
     with pytest.raises(ClientDisconnect):
         await asyncio.wait_for(exchange(), 30)
     await asyncio.sleep(0)
