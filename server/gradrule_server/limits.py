@@ -186,8 +186,8 @@ TENANT_RESOURCES = (
         "bytes of requests at a time",
         2 * _GIB,
         "total size of concurrent requests",
-        "; further requests wait for room, and are refused with OVERLOADED shortly before their deadline; auto: 2.5 % of "
-        "the memory, because a request takes ten times its size with those that wait",
+        "; further requests wait for room, and are refused with OVERLOADED shortly before their deadline; auto: 2.5 % "
+        "of the memory, because a request takes ten times its size with those that wait",
         is_size=True,
         has_quota=False,
     ),
