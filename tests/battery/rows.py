@@ -19,6 +19,7 @@ MODULES: Mapping[str, str] = {
     "amplification": "tests.battery.amplification",
     "hostile": "tests.battery.hostile",
     "strangers": "tests.battery.strangers",
+    "turns": "tests.battery.turns",
     "overload": "tests.battery.overload",
     "rolling": "tests.battery.rolling",
     "interleavings": "tests.battery.interleavings",

@@ -27,6 +27,7 @@ from tests.battery import (
     rolling,
     soak,
     strangers,
+    turns,
 )
 from tests.battery.bomb_graphs import BOMBS, GROWING
 from tests.battery.figures import Figures, Scale
@@ -41,6 +42,7 @@ LARGE_INPUTS = ("150,000 nodes", "1,000,000 dimensions", "a name of 8 MiB", "a g
 KINDS_OF_CRASHES = {FAILED_CHECK.name, "IRFFT", "TensorListReserve"}
 KINDS_OF_HANGS = {"While", "StringJoin"}
 SOAK_S = 15.0
+TURNS_S = 15.0
 ATTACK_S = 1.0
 BUSY_GONE_S = 2.8
 BUSY_P99_S = 15.0
@@ -111,6 +113,11 @@ def test_strangers(scale: Scale) -> None:
     with strangers.two_tenants(scale) as (server, tokens):
         names = ("selections", "tiny fields", "near the limit", "large rules")
         assert_met(strangers.run_attacks(server, tokens, scale, 2.0, names, p99_s=BUSY_P99_S, new_p99_s=BUSY_P99_S))
+
+
+async def test_turns(scale: Scale) -> None:
+    with turns.crowded(scale) as (server, tokens):
+        assert_met(await turns.take_turns(server.target, tokens, replace(scale, seconds=TURNS_S).clock()))
 
 
 async def test_kills(scale: Scale) -> None:

@@ -43,6 +43,7 @@ from tests.battery import (
     rolling,
     soak,
     strangers,
+    turns,
     wire,
 )
 from tests.battery.answer_checks import GOOD, Judgement, Verdict
@@ -524,6 +525,19 @@ def test_cases_come_from_the_seed() -> None:
     first, same, other = (http2_cases.Cases(seed) for seed in (1, 1, 2))
     assert [first.case(number) for number in range(50)] == [same.case(number) for number in range(50)]
     assert [first.case(number) for number in range(50)] != [other.case(number) for number in range(50)]
+
+
+def test_turns_reports_tenants_that_get_few_answers_and_sessions_that_go_on() -> None:
+    answers = {"compiling": 9, "idle": 2, "b": 40, "c": 40, "d": 40, "e": 40}
+    clock = Scale(1, 1, Path()).clock()
+    assert turns.judge(turns.Outcome(clock, answers=answers, ended_sessions=1)).met
+    starved = turns.judge(turns.Outcome(clock, answers={**answers, "compiling": 0, "e": 4}))
+    assert not starved.met
+    assert starved.findings == [
+        "tenant compiling got no answer",
+        "tenant e got 4 answers, the mean is 31",
+        "no idle session has ended",
+    ]
 
 
 def test_strangers_reports_findings_and_attacks_that_did_nothing() -> None:
