@@ -261,7 +261,7 @@ class Session:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """The session is not idle within this context."""
+        """Stops the idle time for this context, and starts it anew afterwards."""
         self._stop_idle_timer()
         try:
             yield
