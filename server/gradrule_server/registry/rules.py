@@ -176,9 +176,10 @@ class RuleRegistry:
             old = holder or self._unreadable.get(name)
             quota = contextlib.nullcontext() if old else self._quota.reserved()
             more_bytes = entry.size - (old.size if old else 0)
-            with quota, self._bytes_quota.reserved(max(more_bytes, 0)):
+            room = self._bytes_quota.reserved(more_bytes) if more_bytes > 0 else contextlib.nullcontext()
+            with quota, room:
                 self._store.add_rule(row, self._tenant, replaces=old is not None)
-            self._bytes_quota.release(max(-more_bytes, 0))
+            self._bytes_quota.adjust(min(more_bytes, 0))
             self._unreadable.pop(name, None)
             entry = _mark_hiding(entry, names.builtin)
             self._replace(replace(names, user={**names.user, name: entry}))

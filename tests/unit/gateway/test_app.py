@@ -181,7 +181,9 @@ async def test_a_client_that_goes_away_cancels_conversions(server: Server, kind:
     assert converters.cancelled == 1
 
 
-async def test_bytes_of_a_client_that_goes_away_are_given_back_once(server: Server) -> None:
+async def test_bytes_of_a_client_that_goes_away_are_given_back_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = Client(server)
 
     async def never(*_: Any) -> Any:
@@ -194,7 +196,7 @@ async def test_bytes_of_a_client_that_goes_away_are_given_back_once(server: Serv
         finally:
             request.state.share.release()
 
-    server.unary = never  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(server, "unary", never)
     with pytest.raises(ClientDisconnect):
         await asyncio.wait_for(exchange(), 30)
     await asyncio.sleep(0)

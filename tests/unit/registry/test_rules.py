@@ -148,6 +148,7 @@ def test_user_rule_is_replaced_at_once(store: Store) -> None:
     # A rule takes the bytes of the one that it replaces.
     bytes_quota.limit = bytes_quota.used
     registry.create("Q", expression("3 * dy"), "", may_replace=True)
+    bytes_quota.limit = 1
     made = registry.create("Q", expression("2 * dy"), "", may_replace=True)
     assert bytes_quota.used == store.kept_bytes()
     bytes_quota.limit = 10_000
