@@ -152,7 +152,8 @@ def jvp(request: DifferentiationRequest, tangents: Directions, differentiation: 
     the Jacobian-vector product. An x without a tangent is a constant.
     """
     ys = [y for y in request.ys if y.is_differentiable]
-    zeros = [tf.zeros_like(y.tensor) for y in ys]
+    # Gradient functions may leave out what constant zeros give, so these are no constants.
+    zeros = [tf.identity(tf.zeros_like(y.tensor)) for y in ys]
     moved = _with_directions(request, tangents, "tangent")
     with _new_ops_use_gradrule(request.graph), differentiation.active():
         gradients = _dense(moved, build_gradients(request.with_ys(ys, zeros), [x for x, _ in moved]))

@@ -107,14 +107,18 @@ def _stitch_gradient(op: tf.Operation, dy: Any) -> Any:
 
 def _cumprod_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
     """Returns the gradients of Cumprod; that of the first 0 along the axis, which TensorFlow gives as 0, is added."""
-    registered, _ = cast("tf_private.GradientFunction", tf_private.gradient_of("Cumprod"))(op, dy)
+    found, _ = cast("tf_private.GradientFunction", tf_private.gradient_of("Cumprod"))(op, dy)
     x, axis = op.inputs
     is_exclusive, is_reverse = op.get_attr("exclusive"), op.get_attr("reverse")
-    zeros = tf.cast(tf.equal(x, 0), tf.int32)
-    is_first = tf.equal(zeros - tf.cumsum(zeros, axis, exclusive=True, reverse=is_reverse), 1)
-    products = tf.math.cumprod(tf.where(is_first, tf.ones_like(x), x), axis, is_exclusive, is_reverse)
-    by_first = tf.cumsum(tf.math.conj(products) * dy, axis, is_exclusive, not is_reverse)
-    return tf.where(is_first, by_first, registered), None
+    is_zero = tf.equal(x, 0)
+    number = tf.cumsum(tf.cast(is_zero, tf.int32), axis, reverse=is_reverse)
+    # The gradient of the second 0 is 0, but that gradient has a derivative by the first 0.
+    for wanted in (1, 2):
+        is_this = tf.logical_and(is_zero, tf.equal(number, wanted))
+        products = tf.math.cumprod(tf.where(is_this, tf.ones_like(x), x), axis, is_exclusive, is_reverse)
+        by_this = tf.cumsum(tf.math.conj(products) * dy, axis, is_exclusive, not is_reverse)
+        found = tf.where(is_this, by_this, found)
+    return found, None
 
 
 def _always(_: tf.Tensor) -> bool:
@@ -144,6 +148,19 @@ def _batch_norm_gradient(op: tf.Operation, *dys: tf.Tensor, is_needed: Callable[
     return [by_x, by_scale, by_offset, *others]
 
 
+def _batch_norm_second_gradient(op: tf.Operation, *gradients: tf.Tensor) -> Any:
+    """Returns TensorFlow's gradients, with those of a given mean and variance, which TensorFlow leaves out."""
+    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+    by_dy, by_x, by_scale, by_mean, by_variance, *others = registered(op, *gradients)
+    if not op.get_attr("is_training"):
+        dy, variance = op.inputs[0], op.inputs[4] + op.get_attr("epsilon")
+        axes = [axis for axis, name in enumerate(op.get_attr("data_format").decode()) if name != "C"]
+        products = tf.cast(gradients[0], variance.dtype) * tf.cast(op.outputs[0], variance.dtype)
+        by_mean = -gradients[1] * tf.math.rsqrt(variance) * tf.reduce_sum(tf.cast(dy, variance.dtype), axes)
+        by_variance = -0.5 * (tf.reduce_sum(products, axes) + gradients[1] * op.outputs[1]) / variance
+    return [by_dy, by_x, by_scale, by_mean, by_variance, *others]
+
+
 def _by_moments(op: tf.Operation, by_mean: tf.Tensor, by_variance: tf.Tensor) -> tf.Tensor:
     """Returns the gradient of the data of a batch normalisation from those of its batch mean and unbiased variance."""
     layout = op.get_attr("data_format").decode()
@@ -159,6 +176,8 @@ def _is_zero(dy: tf.Tensor | None) -> bool:
     """Returns whether an upstream gradient is known as zeros: TensorFlow makes these for an output without one."""
     if dy is None or dy.op.type == "ZerosLike":
         return True
+    if dy.op.type not in ("Const", "Fill"):
+        return False
     value = tf.get_static_value(dy.op.inputs[1] if dy.op.type == "Fill" else dy)
     return value is not None and not value.any()
 
@@ -211,6 +230,9 @@ _REPLACED: Mapping[str, tf_private.GradientFunction] = {
     "TensorListGather": _list_gather_gradient,
     **dict.fromkeys(("BlockLSTM", "BlockLSTMV2", "CTCLoss", "CTCLossV2"), _gradient_of_some_outputs),
     **dict.fromkeys(_BATCH_NORMS, _batch_norm_gradient),
+    **dict.fromkeys(
+        ("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"), _batch_norm_second_gradient
+    ),
     **dict.fromkeys(("MulNoNan", "SquaredDifference", "Xdivy", "Xlog1py", "Xlogy"), _complex_gradient),
     **dict.fromkeys(
         ("MatrixDiagPartV2", "MatrixDiagPartV3", "MatrixDiagV2", "MatrixDiagV3", "PadV2"), _padded_gradient

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from gradrule.v1 import program_pb2
+from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.build import build
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
+from gradrule_server.link.messages import CallShape
 from tests.service.graph_defs import build_graph, build_graph_def, load_graph, placeholder
 from tests.unit.engine.building import differentiate, prepared
 from tests.unit.engine.second_order import twice, twice_locally
@@ -173,6 +174,63 @@ def test_outputs_whose_gradient_tensorflow_ignores_are_refused() -> None:
     with pytest.raises(GradruleError, match="none for output 1") as caught:
         differentiate(build_graph(build), {"x": x}, x)
     assert reason_name(caught.value.reason) == "NO_GRADIENT"
+
+
+def products(x: Any) -> Any:
+    return tf.reduce_sum(tf.math.cumprod(x, 1) * tf.range(1.0, 4.0))
+
+
+def products_one_by_one(x: Any) -> Any:
+    a, b, c = tf.unstack(x, axis=1)
+    return tf.reduce_sum(a + 2 * a * b + 3 * a * b * c)
+
+
+def given_statistics(x: Any) -> Any:
+    data, mean, variance = x[:, tf.newaxis, tf.newaxis], x[0] + 1, x[1] ** 2 + 1
+    ones = tf.ones(3)
+    y = tf.raw_ops.FusedBatchNormV3(x=data, scale=ones, offset=ones, mean=mean, variance=variance, is_training=False).y
+    return tf.reduce_sum(y**3)
+
+
+def given_statistics_by_hand(x: Any) -> Any:
+    return tf.reduce_sum(((x - x[0] - 1) * tf.math.rsqrt(x[1] ** 2 + 1 + 1e-4) + 1) ** 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "reference"),
+    [(products, products_one_by_one), (given_statistics, given_statistics_by_hand)],
+    ids=["two_zeros", "given_statistics"],
+)
+def test_second_derivatives_of_replaced_gradients(function: Any, reference: Any) -> None:
+    """Of a product of two zeros and more, and by a given variance."""
+    x, vector = np.float32([[0, 0, 2], [0.5, 0, 0], [0, 3, 0]]), RNG.normal(size=(3, 3)).astype(np.float32)
+    graph = build_graph(lambda: tf.identity(function(placeholder("x", shape=(3, 3))), name="y"))
+    call = CallShape(derivative=evaluate_pb2.DERIVATIVE_HVP)
+    built = build(prepared(graph, call=call, vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request)
+    found = built.function(tf.constant(x), tf.constant(vector))[-1]
+    with tf.GradientTape() as outer:
+        outer.watch(given := tf.constant(x))
+        with tf.GradientTape() as inner:
+            inner.watch(given)
+            y = reference(given)
+        product = tf.reduce_sum(inner.gradient(y, given) * vector)
+    np.testing.assert_allclose(found, outer.gradient(product, given), rtol=1e-4, atol=1e-4)
+
+
+def test_products_of_the_jacobian_of_a_batch_mean() -> None:
+    """Their upstream gradients start as zeros, like those of outputs without one."""
+
+    def build_mean() -> None:
+        none = tf.zeros(0)
+        x, ones = placeholder("x", shape=(2, 1, 1, 3)), tf.ones(3)
+        norm = tf.raw_ops.FusedBatchNormV3(x=x, scale=ones, offset=ones, mean=none, variance=none, is_training=True)
+        tf.identity(norm.batch_mean, name="y")
+
+    call = CallShape(derivative=evaluate_pb2.DERIVATIVE_JVP)
+    built = build(prepared(build_graph(build_mean), call=call, vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request)
+    x, tangent = RNG.normal(size=(2, 2, 1, 1, 3)).astype(np.float32)
+    found = built.function(tf.constant(x), tf.constant(tangent))[-1]
+    np.testing.assert_allclose(found, tangent.mean((0, 1, 2)), rtol=1e-5, atol=1e-6)
 
 
 def depthwise(x: Any, w: Any) -> None:
