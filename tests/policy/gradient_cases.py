@@ -818,7 +818,7 @@ def _normalisation() -> Iterator[Case]:
             (case,) = node(f"FusedBatchNorm{version}", {**given, **statistics}, **more)
             yield Case(case.op, case.label, _first(case.build, 3), case.xs)
             saved = {"y_backprop": normal(*x.shape, seed=7), "x": x, "scale": scale}
-            reserved = {"reserve_space_1": mean, "reserve_space_2": variance}
+            reserved: dict[str, Any] = {"reserve_space_1": mean, "reserve_space_2": variance}
             if version == "V3":
                 reserved["reserve_space_3"] = Fixed(mean[:0])
             if training:
