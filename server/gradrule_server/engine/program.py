@@ -38,6 +38,11 @@ _SESSION_DTYPES = frozenset(
     }
 )
 
+# TensorFlow uses the memory of an array as it is if its address is a multiple of this.
+_ALIGNMENT = 64
+# Smaller arrays are left to TensorFlow.
+_LARGE = 1 << 20
+
 
 class SessionCall:
     """Runs a graph in a session on the CPU. Thread-safe. The first call optimizes the graph and takes longer."""
@@ -53,7 +58,7 @@ class SessionCall:
     def __call__(self, arrays: Arrays) -> Arrays:
         """Returns the values of the outputs for these values of the inputs."""
         call = self._call or self._started()
-        return call(*arrays)
+        return call(*map(_aligned, arrays))
 
     def _started(self) -> Callable[..., list[Any]]:
         with self._lock:
@@ -63,6 +68,21 @@ class SessionCall:
                 )
                 weakref.finalize(self, close)
             return self._call
+
+
+def _aligned(value: Any) -> Any:
+    """Returns an array whose memory a session uses as it is; a small one may stay as it is.
+
+    A session copies any other array, and its copy ends the process if there is no memory. This one raises MemoryError.
+    """
+    size = getattr(value, "nbytes", 0)
+    if size < _LARGE or value.dtype.hasobject or value.__array_interface__["data"][0] % _ALIGNMENT == 0:
+        return value
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    copy = memory[start : start + size].view(value.dtype).reshape(value.shape)
+    np.copyto(copy, value)
+    return copy
 
 
 class FunctionCall:

@@ -179,3 +179,16 @@ def test_results_without_fast_paths_are_the_same() -> None:
         built_without("sessions", "calling-thread").call([x]), built_without().call([x]), strict=True
     ):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16, tf.complex128, tf.bool])
+def test_sessions_take_large_arrays_at_any_address(dtype: tf.DType) -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(dtype, [None, None])
+        y = tf.transpose(x)
+    call = SessionCall(graph, [x], [y], single_threaded=False)
+    element = dtype.as_numpy_dtype(0).nbytes
+    values = np.random.default_rng(1).integers(0, 2, (1200, 1100)).astype(dtype.as_numpy_dtype)
+    moved = np.frombuffer(bytes(element) + values.tobytes(), values.dtype)[1:].reshape(values.shape)
+    for array in (values, moved, np.asfortranarray(values)):
+        np.testing.assert_array_equal(call([array])[0], values.T)
