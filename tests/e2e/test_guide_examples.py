@@ -18,6 +18,7 @@ from tests.service.certificates import Authority
 from tests.service.guarded import Guarded
 
 TESTED = {
+    "command-line.md": {"error", "stdin", "completion"},
     "compression.md": {"compression", "node"},
     "derivatives.md": {"derivatives"},
     "explaining.md": {"compare", "explain"},
@@ -31,7 +32,7 @@ TESTED = {
         "pymc",
         "tf",
     },  # in tests/bridges/test_guide.py
-    "http.md": {"curl", "r", "javascript", "julia", "problem"},  # in test_http_guide.py; Julia is not run
+    "http.md": {"curl", "graph", "program", "r", "javascript", "julia", "problem"},  # in test_http_guide.py
     "models.md": {"connect", "models"},
     "notebooks.md": {"start", "pictures", "saliency", "progress"},
     "operating.md": {"credentials", "serve", "status"},
@@ -236,6 +237,30 @@ def test_explain(server: Any, signs: gr.Graph, tmp_path: Path) -> None:
     assert "active" in run_shell(read_example(GUIDE / "explaining.md", "explain"), tmp_path, server.target)
     assert (tmp_path / "graph.svg").read_text(encoding="utf-8").startswith("<svg")
     assert "<html" in (tmp_path / "graph.html").read_text(encoding="utf-8")
+
+
+def test_error_of_the_command_line(server: Any, tmp_path: Path) -> None:
+    told = json.loads(read_example(GUIDE / "command-line.md", "error").replace("[…]", "[]"))["error"]
+    code = "gradrule rules show ste_sgn --json 2>error.json || exit_code=$?; test $exit_code = 3"
+    run_shell(code, tmp_path, server.target)
+    error = json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))["error"]
+    assert error.keys() == told.keys()
+    for key in ("reason", "message", "exit_code"):
+        assert error[key] == told[key]
+
+
+def test_formula_from_standard_input(server: Any, tmp_path: Path) -> None:
+    assert "8" in run_shell(read_example(GUIDE / "command-line.md", "stdin"), tmp_path, server.target)
+
+
+def test_completion_scripts(tmp_path: Path) -> None:
+    files = ("share/bash-completion/completions/gradrule", ".zfunc/_gradrule", "fish/completions/gradrule.fish")
+    code = read_example(GUIDE / "command-line.md", "completion").replace("~/.local/", "./").replace("~/.config/", "./")
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True)
+    run_shell(code.replace("~/", "./"), tmp_path)
+    for file in files:
+        assert "gradrule" in (tmp_path / file).read_text(encoding="utf-8")
 
 
 def test_status(server: Any, tmp_path: Path) -> None:
