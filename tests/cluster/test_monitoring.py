@@ -19,9 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 import gradrule as gr
 from gradrule.v1 import errors_pb2
 from tests.cluster.manifests import DEPLOY
+from tests.processes import workers
 from tests.service.answers import refused
 from tests.service.health import wait_for_another_engine
 from tests.service.servers import running_server
+from tests.waiting import wait_until
 
 DASHBOARD = json.loads((DEPLOY / "grafana/gradrule.json").read_text())
 GUIDE = DEPLOY.parent / "docs/guide/operating.md"
@@ -70,8 +72,9 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, set[
         engine = server.wait_for_engine()
         os.kill(engine, signal.SIGKILL)
         wait_for_another_engine(server, engine)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
+        for worker in workers(server.process.pid):
+            os.kill(worker, signal.SIGKILL)
+        text = wait_until(lambda: metrics_with("gradrule_helper_restarts_total{", port), "the end of a compile worker")
     found: dict[str, dict[str, set[str]]] = {"up": {}}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -79,6 +82,13 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, set[
             for name, value in sample.labels.items():
                 names.setdefault(name, set()).add(value)
     return found
+
+
+def metrics_with(beginning: str, port: int) -> str | None:
+    """Returns the metrics of a server; None if no series begins like this."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text if f"\n{beginning}" in text else None
 
 
 def selectors(query: str) -> Iterator[Any]:
