@@ -545,7 +545,7 @@ def graph_rule(size: int) -> rule_pb2.RuleDefinition:
 
 
 def test_large_rules_are_read_when_used_and_not_kept(open_store: Callable[[], Store]) -> None:
-    """32 rules of 900 KB take less memory than two of them, also while they are loaded after a restart."""
+    """32 rules of 900 KB take less memory than two of them. A restart reads few at a time: 16 from PostgreSQL."""
     store = open_store()
     registry = RuleRegistry(store, OPS)
     definition = graph_rule(900_000)
@@ -560,7 +560,7 @@ def test_large_rules_are_read_when_used_and_not_kept(open_store: Callable[[], St
     finally:
         tracemalloc.stop()
     assert after_creating < 2 * 900_000
-    assert peak - after_creating < 4 * 900_000
+    assert peak - after_creating < (20 if store.is_shared else 4) * 900_000
     for rules in (registry, again):
         assert len(rules) == 32
         found = rules.get("Large31")
