@@ -1176,38 +1176,18 @@ def _sparse() -> Iterator[Case]:
             values,
             np.asarray(0.7),
         )
-    yield sparse(
-        "RaggedTensorToVariant",
-        "",
-        lambda v: (
-            tf.raw_ops.RaggedTensorFromVariant(
-                encoded_ragged=tf.raw_ops.RaggedTensorToVariant(
-                    rt_nested_splits=[long(splits)], rt_dense_values=v, batched_input=True
-                ),
-                input_ragged_rank=0,
-                output_ragged_rank=1,
-                Tvalues=v.dtype,
-                Tsplits=tf.int64,
-            ).output_dense_values
-        ),
-        values,
-    )
-    yield built(
-        "RaggedTensorFromVariant",
-        "",
-        lambda v: (
-            tf.raw_ops.RaggedTensorFromVariant(
-                encoded_ragged=tf.raw_ops.RaggedTensorToVariant(
-                    rt_nested_splits=[long(splits)], rt_dense_values=v, batched_input=True
-                ),
-                input_ragged_rank=0,
-                output_ragged_rank=1,
-                Tvalues=v.dtype,
-                Tsplits=tf.int64,
-            ).output_dense_values
-        ),
-        values,
-    )
+
+    def variant_and_back(v: tf.Tensor) -> tf.Tensor:
+        variant = tf.raw_ops.RaggedTensorToVariant(
+            rt_nested_splits=[long(splits)], rt_dense_values=v, batched_input=True
+        )
+        ragged = tf.raw_ops.RaggedTensorFromVariant(
+            encoded_ragged=variant, input_ragged_rank=0, output_ragged_rank=1, Tvalues=v.dtype, Tsplits=tf.int64
+        )
+        return ragged.output_dense_values
+
+    yield sparse("RaggedTensorToVariant", "", variant_and_back, values)
+    yield built("RaggedTensorFromVariant", "", variant_and_back, values)
 
 
 def _variants() -> Iterator[Case]:

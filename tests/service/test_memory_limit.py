@@ -1,4 +1,4 @@
-"""The memory limit of engines: what it counts, and what callers are told when memory runs short."""
+"""Tests what `--memory-limit` counts, and which error a caller gets when a process has no memory left."""
 
 from __future__ import annotations
 
