@@ -172,6 +172,14 @@ async def test_killed_engine_is_replaced_without_a_spare() -> None:
     await pool.stop()
 
 
+async def test_stop_during_a_fork_starts_no_other_fork_server(fork_server: ForkServer) -> None:
+    forking = asyncio.create_task(_fork(fork_server, *_FLAGS))
+    await wait_for_condition(fork_server._lock.locked)
+    await fork_server.stop()
+    assert fork_server._running is None
+    await _end(*await forking)
+
+
 async def test_stop_waits_for_all_processes() -> None:
     """One engine serves while its spare is starting."""
     before = engines(os.getpid())

@@ -286,8 +286,9 @@ class ForkServer:
 
     async def stop(self) -> None:
         """Ends the fork server, and engines whose caller was cancelled. Other engines go on."""
-        self._is_working = False
         async with self._lock:
+            # Only now: an engine that was being forked until here has set it.
+            self._is_working = False
             running, self._running = self._running, None
             if running is not None:
                 await running.end(_STOP_TIMEOUT_S)
