@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -38,13 +38,13 @@ def is_per_sample(content: RuleContent) -> bool:
 
 
 class BoundRule:
-    """Base of all rules: checks the gradients. `own_gradient`: the rule for the gradient of this rule.
+    """Base of all rules: checks the gradients.
 
-    `is_local`: the gradients depend on the node and its tensors alone, not on the graph around it.
+    `own_gradient`: the rule for the gradient of this rule. `param_values`: the values of its params.
     """
 
-    is_local = True
     own_gradient: BoundRule | None = None
+    param_values: Sequence[tf.Tensor] = ()
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -52,6 +52,13 @@ class BoundRule:
     def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         """Returns one gradient per input of the target. Raises RULE_ARITY, RULE_OUTPUT or RULE_NOT_APPLICABLE."""
         raise NotImplementedError
+
+    def identity(self, target: RuleTarget) -> Hashable | None:
+        """Returns what the gradients depend on besides the op, its tensors and the params, for all programs.
+
+        None: they also depend on the graph around the op.
+        """
+        return None
 
     def _checked(self, gradients: Sequence[Gradient], target: RuleTarget) -> list[Gradient]:
         if len(gradients) != len(target.inputs):
@@ -91,6 +98,9 @@ class OpGradientRule(BoundRule):
         super().__init__(op_type)
         self._op_type = op_type
 
+    def identity(self, target: RuleTarget) -> Hashable | None:
+        return "op", self._op_type
+
     def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         function = gradient_of(self._op_type)
         if function is None:
@@ -129,8 +139,6 @@ class _SubgraphAsOp:
 class CodeRule(BoundRule):
     """Applies a rule of the catalogue that is code."""
 
-    is_local = False
-
     def __init__(self, name: str, code: str, params: Mapping[str, tf.Tensor]) -> None:
         super().__init__(name)
         self._run = CODE_RULES[code]
@@ -167,10 +175,18 @@ class GraphRule(BoundRule):
         super().__init__(name)
         self._content = content
         self._params = {f"param/{param}": value for param, value in params.items()}
+        self.param_values = [params[name] for name in sorted(params)]
         if content.gradient is not None:
             # A rule and its own gradient share params of the same name.
             self.own_gradient = GraphRule(f"{name} (its gradient)", content.gradient, params)
         self._prepared: dict[Signature, _Prepared] = {}
+
+    def identity(self, target: RuleTarget) -> Hashable | None:
+        if self._content.embedded:
+            # Its functions have names of their own in each program.
+            return None
+        salt = target.salt if "salt" in self._prepare(target).rule_graph.inputs else None
+        return "rule", self.name, self._content.digest, salt
 
     def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         prepared = self._prepare(target)

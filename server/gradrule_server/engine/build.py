@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
@@ -23,9 +22,6 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import ops_with
 from gradrule_server.rules import RuleContent
 from gradrule_server.rules.catalogue import BUILTINS
-
-if TYPE_CHECKING:
-    from gradrule_server.engine.describe import GradientCache
 
 _SMALL_OPS = 256
 # The executor of the calling thread does not run the control flow that these become.
@@ -58,16 +54,10 @@ def build(
     return built
 
 
-def start_build(
-    request: link_pb2.CompileRequest,
-    graph_def: tf_graph_pb2.GraphDef,
-    values: Sequence[tf.Tensor],
-    gradient_cache: GradientCache | None = None,
+def _start_build(
+    request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, values: Sequence[tf.Tensor]
 ) -> tuple[BuiltProgram, Trace]:
-    """Returns the program without its function, and the trace that builds the function.
-
-    `gradient_cache`: reuses the gradients of similar nodes, for a program that never runs.
-    """
+    """Returns the program without its graph, and the trace that builds the graph."""
     contents = [_read_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
     built = BuiltProgram(
@@ -90,11 +80,11 @@ def start_build(
     )
     built.statuses = [override_pb2.RESOLUTION_STATUS_OFF_PATH] * len(request.marks)
     _add_fed_inputs(request, graph_def, built)
-    return built, Trace(request, graph_def, contents, built, gradient_cache)
+    return built, Trace(request, graph_def, contents, built)
 
 
-def function_arguments(built: BuiltProgram) -> list[tf.TensorSpec]:
-    """Returns the signature of the built function."""
+def _signature(built: BuiltProgram) -> list[tf.TensorSpec]:
+    """Returns the types and shapes of the program's arguments."""
     return [
         *(tf.TensorSpec(item.shape, item.dtype, name=f"in{index}") for index, item in enumerate(built.inputs)),
         *(tf.TensorSpec(_stacked(item, built), item.dtype) for item in built.grad_ys),
@@ -110,29 +100,28 @@ def _build(
     device: str,
     disabled_fast_paths: frozenset[str],
 ) -> BuiltProgram:
-    built, trace = start_build(request, graph_def, values)
+    built, trace = _start_build(request, graph_def, values)
 
     def run(*arguments: tf.Tensor) -> list[tf.Tensor]:
         return trace.run(arguments)
 
-    signature = function_arguments(built)
-    built.function = tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
+    built.graph = graph = tf_private.trace(run, _signature(built), is_stateful=_is_stateful(graph_def))
     if not request.trusted:
-        check_ops(built.function.graph)
-    memory_check = MemoryCheck(built.function, request.memory_limit)
+        check_ops(graph)
+    memory_check = MemoryCheck(graph, request.memory_limit)
     built.memory_check = memory_check if memory_check.depends_on_call else None
-    returned = {id(tensor) for tensor in built.function.graph.outputs}
-    arguments = built.function.graph.inputs[: len(built.inputs)]
-    built.small = "calling-thread" not in disabled_fast_paths and _is_small(built.function.graph)
+    returned = {id(tensor) for tensor in graph.outputs}
+    arguments = graph.inputs[: len(built.inputs)]
+    built.small = "calling-thread" not in disabled_fast_paths and _is_small(graph)
     built.unused = [not argument.consumers() and id(argument) not in returned for argument in arguments]
     if trace.backward is not None:
         built.two_parts = TwoPartProgram(built.function, len(built.outputs), trace.backward, trusted=request.trusted)
         built.layout = built.two_parts.layout
     else:
         may_use_session = device.startswith("CPU") and "sessions" not in disabled_fast_paths
-        built.call = create_graph_call(built.function, single_threaded=built.small, may_use_session=may_use_session)
+        built.call = create_graph_call(built, may_use_session=may_use_session)
         built.feed_plan = FeedPlan(built, is_enabled="feed-plans" not in disabled_fast_paths)
-        built.writer = ResponseWriter(built, [tensor.dtype for tensor in built.function.graph.outputs], device)
+        built.writer = ResponseWriter(built, [tensor.dtype for tensor in graph.outputs], device)
     return built
 
 
@@ -154,6 +143,12 @@ def _stacked(item: Input, built: BuiltProgram) -> tf.TensorShape:
 
 def _create_input(spec: tensor_pb2.TensorSpec, default: tf.Tensor | None) -> Input:
     return Input(spec.name, tf.as_dtype(spec.dtype), shape_from(spec.shape), default)
+
+
+def _is_stateful(graph_def: tf_graph_pb2.GraphDef) -> bool:
+    """Returns whether a node of the graph or of its functions is stateful."""
+    bodies = (graph_def.node, *(function.node_def for function in graph_def.library.function))
+    return any(map(tf_private.is_stateful, {node.op for body in bodies for node in body}))
 
 
 def _is_small(graph: tf.Graph) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,16 +21,14 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, ops_between
+from gradrule_server.engine.gradient_templates import TEMPLATES, Signatures
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
-from gradrule_server.engine.op_gradients import gradient_of
+from gradrule_server.engine.op_gradients import gradient_of, takes_needed
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import ops_with
 from gradrule_server.rules import salt_for
-
-if TYPE_CHECKING:
-    from gradrule_server.engine.describe import GradientCache
 
 MARK_ATTR = "_gradrule_mark"
 
@@ -67,7 +65,7 @@ class Differentiation:
     """Returns the gradients of nodes to TensorFlow while one program is built, and records the requested nodes.
 
     Only the first differentiation is recorded. `made`: rules for nodes that gradients make, by op type. `again`: the
-    gradients will be differentiated again. `gradient_cache`: reuses gradients of similar nodes; None builds all.
+    gradients will be differentiated again. `signatures`: describes the nodes of the imported graph for templates.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class Differentiation:
         made: Sequence[link_pb2.MadeNode] = (),
         *,
         again: bool = False,
-        gradient_cache: GradientCache | None = None,
+        signatures: Signatures,
     ) -> None:
         self._mark_count = len(marks)
         # Rules with an own gradient add to both lists.
@@ -95,7 +93,7 @@ class Differentiation:
         for number, item in enumerate(made):
             self._made.setdefault(item.op_type, (number, item.rule))
         self._again = again
-        self._gradient_cache = gradient_cache
+        self._signatures = signatures
         self._stage = DifferentiationStage.FIRST
         self._applied_made: set[int] = set()
         self._requested_marks: set[int] = set()
@@ -149,7 +147,7 @@ class Differentiation:
                 return self._gradient_of_made(op, dys)
             if first and not self._inside:
                 self._defaulted[name] = None
-            return self._own_gradient(op, dys, name, only_needed=not self._inside and self._gradient_cache is None)
+            return self._own_gradient(op, dys, name, only_needed=not self._inside)
         mark = self._marks[index]
         if mark.rule == _NO_GRADIENT:
             return [None] * len(op.inputs)
@@ -175,21 +173,20 @@ class Differentiation:
                 node=mark.node,
             )
         rule = self._rules[mark.rule]
-        if self._gradient_cache is not None and rule.is_local and not outputs:
-            return self._gradient_cache.gradients(
-                op,
-                dys,
-                mark.rule,
-                lambda: rule.gradients(self._op_target(op, mark.node), list(dys)),
-                self._report_count,
-            )
         target = self._subgraph_target(op, mark) if outputs else self._op_target(op, mark.node)
         upstream = list(dys)[: len(target.outputs)]
-        gradients = rule.gradients(target, upstream)
+        identity = None if outputs else rule.identity(target)
+        by_rule: Sequence[Gradient]
+        if identity is None:
+            by_rule = rule.gradients(target, upstream)
+        else:
+            by_rule = self._templated(
+                op, dys, identity, mark.node, lambda: rule.gradients(target, upstream), rule.param_values
+            )
         if rule.own_gradient is not None and self._again:
-            gradients = self._with_own_gradient(gradients, target, upstream, rule.own_gradient)
-        unseen = len(op.inputs) - outputs - len(gradients)
-        return [*([None] * outputs), *gradients, *([None] * unseen)]
+            by_rule = self._with_own_gradient(by_rule, target, upstream, rule.own_gradient)
+        unseen = len(op.inputs) - outputs - len(by_rule)
+        return [*([None] * outputs), *by_rule, *([None] * unseen)]
 
     def _with_own_gradient(
         self, gradients: Sequence[Gradient], target: RuleTarget, dys: Sequence[Gradient], rule: BoundRule
@@ -337,11 +334,28 @@ class Differentiation:
                 "choose no_gradient='default', 'pass' or 'zero'.",
                 known=True,
             )
-        if self._gradient_cache is not None:
-            return self._gradient_cache.gradients(
-                op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function), self._report_count
-            )
-        return self._registered(op, dys, node, function)
+        needed = tuple(map(self._dependence.may_depend, op.inputs)) if only_needed and takes_needed(op.type) else ()
+        return self._templated(op, dys, needed, node, lambda: self._registered(op, dys, node, function))
+
+    def _templated(
+        self,
+        op: tf.Operation,
+        dys: Sequence[Gradient],
+        identity: Hashable,
+        node: str,
+        make: Callable[[], Sequence[Gradient]],
+        params: Sequence[tf.Tensor] = (),
+    ) -> Sequence[Gradient]:
+        """Returns the gradients that `make` makes, from a template if there is one.
+
+        `identity`: identifies what `make` does, besides the op. `params`: values that it uses besides the op's tensors.
+        """
+        found = self._signatures.key(op, dys, identity)
+        if found is None:
+            return make()
+        key, outer = found
+        count = len(self._without_gradient)
+        return TEMPLATES.gradients(key, node, [*outer, *params], make, lambda: len(self._without_gradient) == count)
 
     @staticmethod
     def _registered(
@@ -383,10 +397,6 @@ class Differentiation:
             dy = tf.convert_to_tensor(dys[0])
             gradients[first] = checked_gradient(dy, op.inputs[first], rule="pass", node=node, index=first)
         return gradients
-
-    def _report_count(self) -> int:
-        """Returns the number of nodes without a gradient so far."""
-        return len(self._without_gradient)
 
     def _public_name(self, op: tf.Operation) -> str | None:
         """Returns the node's name in the uploaded graph; None for a node that a gradient made."""

@@ -18,7 +18,7 @@ from tensorflow.core.framework import node_def_pb2
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.graph_import import label_varying
-from gradrule_server.engine.memory_estimate import MemoryNeed, estimate_need, static_bytes
+from gradrule_server.engine.memory_estimate import Estimator, MemoryNeed, static_bytes
 from gradrule_server.errors import Finding, NoMemoryLeft, error
 from gradrule_server.link.operating_system import allocated_bytes
 from gradrule_server.policy.op_tables import input_numbers
@@ -27,8 +27,6 @@ from gradrule_server.policy.op_tables import input_numbers
 _SIZES = input_numbers("size_inputs")
 # Inputs that hold sizes have few elements; larger inputs are not read.
 _MAX_SIZE_ELEMENTS = 64
-# Size of the largest common element type.
-_ELEMENT_BYTES = 16
 # Larger constants are replaced by placeholders: only their shapes matter.
 _LARGE_CONSTANT = 4096
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -106,13 +104,13 @@ def _status(field: str) -> int:
 
 
 class MemoryCheck:
-    """Checks the calls of one built function against the memory limit. Thread-safe.
+    """Checks the calls of one program against the memory limit. Thread-safe.
 
     limit: bytes; 0: none. Raises MEMORY_EXCEEDED at once if the program cannot fit with any feeds.
     """
 
-    def __init__(self, function: Any, limit: int) -> None:
-        self._function = function
+    def __init__(self, graph: Any, limit: int) -> None:
+        self._graph = graph
         self._limit = limit
         # Shapes and values of calls that fit.
         self._fitting: dict[_Key, None] = {}
@@ -121,9 +119,9 @@ class MemoryCheck:
         self._shape_inputs: list[int] = []
         self._value_inputs: list[int] = []
         if limit:
-            graph = function.graph
-            self._refuse(estimate_need(graph, function.outputs, limit))
-            self._ops = len(graph.get_operations())
+            estimator = Estimator(limit)
+            self._refuse(estimator.need(graph, graph.outputs))
+            self._by_unknown_sizes = estimator.by_unknown_sizes
             self._value_inputs = [index for index, item in enumerate(graph.inputs) if _leads_to_size(item)]
             self._shape_inputs = [
                 index
@@ -160,18 +158,23 @@ class MemoryCheck:
             self._refuse(need)
 
     def _surely_fits(self, shapes: _Shapes, values: Iterable[_Value]) -> bool:
-        """Returns whether the call fits even if each op made outer products of all tensors of unknown size."""
-        elements = 1 + sum(map(math.prod, shapes))
+        """Returns whether the call fits even if each unknown size were the product of those of all arguments."""
+        largest = 1
+        for index, shape in zip(self._shape_inputs, shapes, strict=True):
+            known = self._graph.inputs[index].shape
+            sizes = shape if known.rank is None else [n for n, size in zip(shape, known, strict=True) if size is None]
+            largest *= max(1, math.prod(sizes))
         for shape, numbers in values:
-            elements = (elements + math.prod(shape)) * math.prod(max(abs(number), 1) for number in numbers)
-        return bool(_ELEMENT_BYTES * self._ops * elements**2 <= self._limit)
+            largest *= max(1, math.prod(shape)) * math.prod(max(abs(number), 1) for number in numbers)
+        need = sum(size * largest**count for count, size in self._by_unknown_sizes.items())
+        return bool(need <= self._limit)
 
     def _need(self, shapes: _Shapes, values: tuple[_Value, ...]) -> MemoryNeed | None:
         """Returns the memory need for arguments of these shapes and values; None if they contradict the function."""
-        inputs = [tensor.op.name for tensor in self._function.graph.inputs]
+        inputs = [tensor.op.name for tensor in self._graph.inputs]
         known = {inputs[index]: shape for index, shape in zip(self._shape_inputs, shapes, strict=True)}
         given = {inputs[index]: value for index, value in zip(self._value_inputs, values, strict=True)}
-        graph_def = _without_weights(self._function.graph)
+        graph_def = _without_weights(self._graph)
         for node in graph_def.node:
             if node.name in known:
                 _set_shape(node, known[node.name])
@@ -179,14 +182,14 @@ class MemoryCheck:
                 _set_value(node, *given[node.name])
         # This graph never runs, so its labels may stay.
         label_varying(graph_def)
-        results = [tensor.name for tensor in self._function.outputs]
+        results = [tensor.name for tensor in self._graph.outputs]
         with tf.Graph().as_default() as graph:
             try:
                 tensors = tf.import_graph_def(graph_def, return_elements=results, name="")
             except ValueError:
                 # The shapes contradict each other: the call itself fails with a better message.
                 return None
-            return estimate_need(graph, tensors, self._limit)
+            return Estimator(self._limit).need(graph, tensors)
 
     def _refuse(self, need: MemoryNeed) -> None:
         if need.size > self._limit:

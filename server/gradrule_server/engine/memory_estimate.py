@@ -9,6 +9,8 @@ cannot fit. A program that is not refused may still not fit: then it ends at the
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -62,19 +64,23 @@ class _Graph:
     results: list[_Place] = field(default_factory=list)
 
 
-def estimate_need(graph: tf.Graph, results: Sequence[tf.Tensor], enough: int) -> MemoryNeed:
-    """Returns the memory that running a graph takes. `enough`: a need of at most this many bytes is only bounded."""
-    return _Estimator(enough).need(graph, results)
+class Estimator:
+    """Estimates a graph and, once for each set of argument shapes, its functions.
 
-
-class _Estimator:
-    """Estimates a graph and, once for each set of argument shapes, its functions."""
+    `enough`: a need of at most this many bytes is only bounded.
+    """
 
     def __init__(self, enough: int) -> None:
         self._enough = enough
         self._functions: dict[tuple[str, str], MemoryNeed] = {}
+        self.by_unknown_sizes: Counter[int] = Counter()
+        """Bytes of all tensors of the graph and its functions, by the number of their unknown sizes, each taken as 1.
+
+        A tensor of unknown rank counts as one of two unknown sizes.
+        """
 
     def need(self, graph: tf.Graph, results: Sequence[tf.Tensor]) -> MemoryNeed:
+        """Returns the memory that running the graph takes."""
         need = MemoryNeed()
         ops = graph.get_operations()
         sizes, extras = self._sizes(ops, need)
@@ -89,13 +95,26 @@ class _Estimator:
         all_sizes: list[list[int]] = []
         extras: list[int] = []
         for op in ops:
-            sizes = [static_bytes(tensor) for tensor in op.outputs]
+            sizes = [self._bytes(tensor) for tensor in op.outputs]
             largest = max(sizes, default=0)
             if largest > need.largest:
                 need.largest, need.where = largest, _describe(op, op.outputs[sizes.index(largest)])
             all_sizes.append(sizes)
             extras.append(self._function_bytes(op, need) if tf_private.runs_functions(op.type) else 0)
         return all_sizes, extras
+
+    def _bytes(self, tensor: tf.Tensor) -> int:
+        """Returns the bytes of a tensor, 0 if unknown, and counts it."""
+        dtype, shape = tensor.dtype, tensor.shape
+        item = 0 if dtype in (tf.variant, tf.resource) else _STRING_BYTES if dtype == tf.string else int(dtype.size)
+        if shape.rank is None:
+            self.by_unknown_sizes[2] += item
+            return 0
+        sizes = shape.as_list()
+        unknown = sizes.count(None)
+        size = item * math.prod(size for size in sizes if size is not None)
+        self.by_unknown_sizes[unknown] += size
+        return 0 if unknown else size
 
     def _function_bytes(self, op: tf.Operation, need: MemoryNeed) -> int:
         """Returns the bytes inside an op's functions: the largest of a loop, the smallest of branches."""

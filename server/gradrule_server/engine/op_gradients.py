@@ -26,6 +26,11 @@ def gradient_of(
     return _REPLACED.get(op_type) or tf_private.gradient_of(op_type)
 
 
+def takes_needed(op_type: str) -> bool:
+    """Returns whether the gradients of an op type depend on `is_needed` of `gradient_of`."""
+    return op_type in _BATCH_NORMS
+
+
 def _conv2d_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
     """Returns the gradients of Conv2D, also if it is grouped or dilated: TensorFlow has no kernel on the CPU for that.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -100,22 +99,23 @@ class FunctionCall:
             return [tensor.numpy() for tensor in self._function(*arguments) or ()]
 
 
-def create_graph_call(function: Any, *, single_threaded: bool, may_use_session: bool) -> GraphCall:
-    """Returns the fastest way to run a concrete function that returns a flat list.
+def create_graph_call(built: BuiltProgram, *, may_use_session: bool) -> GraphCall:
+    """Returns the fastest way to run a program.
 
     A session takes host memory only (may_use_session: there is nothing else), and not every element type, and has to
     have something to return.
     """
-    inputs, outputs = list(function.graph.inputs), list(function.graph.outputs)
+    graph = built.graph
+    inputs, outputs = list(graph.inputs), list(graph.outputs)
     has_arrays = all(item.dtype in _SESSION_DTYPES for item in [*inputs, *outputs])
-    if may_use_session and outputs and has_arrays and not function.captured_inputs:
-        return SessionCall(function.graph, inputs, outputs, single_threaded=single_threaded)
-    return FunctionCall(function, single_threaded=single_threaded)
+    if may_use_session and outputs and has_arrays and not graph.external_captures:
+        return SessionCall(graph, inputs, outputs, single_threaded=built.small)
+    return FunctionCall(built.function, single_threaded=built.small)
 
 
 def as_array(tensor: tf.Tensor) -> np.ndarray:
     """Returns a tensor's values, without a copy if it is in host memory."""
-    return np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None)
+    return np.asarray(tf_private.host_array(tensor), object if tensor.dtype == tf.string else None)
 
 
 def shape_from(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
@@ -144,11 +144,14 @@ class ParamInput:
     name: str
 
 
+_function_lock = threading.Lock()
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class BuiltProgram:
-    """A program with its function, from feeds, fed grad_ys, directions and params to fetches and derivatives."""
+    """A program with its graph, from feeds, fed grad_ys, directions and params to fetches and derivatives."""
 
-    function: Any = None
+    graph: Any = None
     inputs: list[Input] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     """Names of inputs, by the other names that calls may use for them."""
@@ -185,14 +188,23 @@ class BuiltProgram:
     made: list[int] = field(default_factory=list)
     without_gradient: list[link_pb2.WithoutGradient] = field(default_factory=list)
     call: GraphCall = field(init=False)
-    """Runs `function` on NumPy arrays."""
+    """Runs the graph on NumPy arrays."""
     feed_plan: FeedPlan = field(init=False)
     writer: ResponseWriter = field(init=False)
     specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)
+    _function: Any = None
+
+    @property
+    def function(self) -> Any:
+        """A concrete function that runs the graph; made when it is first needed, because it is a copy of the graph."""
+        with _function_lock:
+            if self._function is None:
+                self._function = tf_private.callable_function(self.graph)
+            return self._function
 
     def inputs_of(self, node: str) -> list[str]:
         """Returns the names, as in the uploaded graph, of the inputs of a node; none for a node within a function."""
-        graph = self.function.graph
+        graph = self.graph
         try:
             op = graph.get_operation_by_name(f"{IMPORT_SCOPE}{node}")
         except KeyError:
@@ -205,4 +217,4 @@ class BuiltProgram:
         if not self.small:
             return None
         # The executor that runs small programs names no node.
-        return functools.partial(FunctionCall(self.function, single_threaded=False), arrays)
+        return lambda: FunctionCall(self.function, single_threaded=False)(arrays)

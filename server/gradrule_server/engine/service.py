@@ -15,7 +15,6 @@ from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.build import build
 from gradrule_server.engine.derivatives import SPARSE
-from gradrule_server.engine.describe import describe
 from gradrule_server.engine.jit import JitCompiler
 from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
 from gradrule_server.engine.memory import exhausted_error, memory_error
@@ -165,10 +164,7 @@ class EngineService:
             request.memory_limit = 0
         values = self._variable_cache.tensors(request.variables, request.blob_folder)
         with self._build_lock:
-            if request.describe_only:
-                built = describe(request, values, self._device)
-            else:
-                built = build(request, values, self._device, self._disabled_fast_paths)
+            built = build(request, values, self._device, self._disabled_fast_paths)
         if not request.describe_only:
             if request.jit == program_pb2.JIT_AUTO:
                 self._jit.allow(request.key, built)

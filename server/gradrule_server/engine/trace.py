@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
@@ -23,15 +22,13 @@ from gradrule_server.engine.derivatives import (
     vjp,
 )
 from gradrule_server.engine.differentiation import Differentiation
+from gradrule_server.engine.gradient_templates import Signatures
 from gradrule_server.engine.graph_import import IMPORT_SCOPE, import_graph, remove_labels, tensor_name
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.tf_errors import clean_message, error_message, refusal
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import RuleContent
-
-if TYPE_CHECKING:
-    from gradrule_server.engine.describe import GradientCache
 
 _SCOPE = "reference"
 
@@ -102,13 +99,11 @@ class Trace:
         graph_def: tf_graph_pb2.GraphDef,
         contents: Sequence[RuleContent | None],
         built: BuiltProgram,
-        gradient_cache: GradientCache | None = None,
     ) -> None:
         self._request = request
         self._graph_def = graph_def
         self._contents = contents
         self._built = built
-        self._gradient_cache = gradient_cache
         self.backward: Backward | None = None
 
     def run(self, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -142,7 +137,8 @@ class Trace:
             spec_message(item.name, feeds[tensor_name(item.name)]) for item in built.inputs if item.default is None
         ]
         if request.ys:
-            differentiation = self._create_differentiation(tensors, feeds, rest)
+            nodes = {f"{IMPORT_SCOPE}{node.name}": node for node in self._graph_def.node}
+            differentiation = self._create_differentiation(tensors, feeds, rest, Signatures(nodes, labelled))
             outputs += self._build_results(tensors, fed_grad_ys, directions, differentiation)
             built.statuses = differentiation.statuses
             built.default_gradient_nodes = differentiation.default_gradient_nodes
@@ -152,7 +148,11 @@ class Trace:
         return [*outputs, *(tensors[endpoint.tensor] for endpoint in request.updates)]
 
     def _create_differentiation(
-        self, tensors: dict[str, tf.Tensor], feeds: dict[str, tf.Tensor], params: Sequence[tf.Tensor]
+        self,
+        tensors: dict[str, tf.Tensor],
+        feeds: dict[str, tf.Tensor],
+        params: Sequence[tf.Tensor],
+        signatures: Signatures,
     ) -> Differentiation:
         request = self._request
         reference = ReferenceForwards(
@@ -167,7 +167,7 @@ class Trace:
             Dependence([tensors[endpoint.tensor] for endpoint in request.xs]),
             request.made,
             again=self._built.kind == _KIND.DERIVATIVE_HVP,
-            gradient_cache=self._gradient_cache,
+            signatures=signatures,
         )
 
     def _build_results(

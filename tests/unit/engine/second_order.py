@@ -15,6 +15,7 @@ from gradrule_server.engine import build, tf_private
 from gradrule_server.engine.bound_rules import BoundRule, GraphRule
 from gradrule_server.engine.code_rules.target import Dependence
 from gradrule_server.engine.differentiation import Differentiation, DifferentiationStage
+from gradrule_server.engine.gradient_templates import Signatures
 from gradrule_server.engine.graph_import import IMPORT_SCOPE, import_graph
 from gradrule_server.link.messages import CallShape
 from gradrule_server.preparation.prepare import prepare
@@ -64,7 +65,14 @@ def twice(
             assert content is not None
             rules.append(GraphRule(rule.name, content, {param.name: given[param.name] for param in content.params}))
         differentiation = Differentiation(
-            request.marks, rules, request.scopes, request.no_gradient, _no_reference, Dependence(xs), again=True
+            request.marks,
+            rules,
+            request.scopes,
+            request.no_gradient,
+            _no_reference,
+            Dependence(xs),
+            again=True,
+            signatures=Signatures({}, ()),
         )
         with differentiation.active():
             first = tf.gradients(result, xs, grad_ys=upstream)

@@ -12,6 +12,7 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
+from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.build import build
 from gradrule_server.engine.large_tensors import AttachedMemories
@@ -106,17 +107,17 @@ def test_one_writer_serves_any_shapes() -> None:
 def test_a_session_computes_what_the_function_computes_in_several_threads() -> None:
     rng = np.random.default_rng(1)
 
-    @tf.function(input_signature=[tf.TensorSpec([None, 4]), tf.TensorSpec([4, 4])], autograph=False)
     def function(x: tf.Tensor, w: tf.Tensor) -> list[tf.Tensor]:
         hidden = tf.tanh(x @ w)
         kept = tf.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v * 2.0), (0, hidden))[1]
         return [kept, *tf.gradients(kept, [x, w])]
 
-    concrete = function.get_concrete_function()
-    call = create_graph_call(concrete, single_threaded=False, may_use_session=True)
+    graph = tf_private.trace(function, [tf.TensorSpec([None, 4]), tf.TensorSpec([4, 4])], is_stateful=True)
+    built = BuiltProgram(graph=graph)
+    call = create_graph_call(built, may_use_session=True)
     assert isinstance(call, SessionCall)
     arrays = [rng.normal(size=(3, 4)).astype(np.float32), rng.normal(size=(4, 4)).astype(np.float32)]
-    wanted = [tensor.numpy() for tensor in concrete(*map(tf.constant, arrays))]
+    wanted = [tensor.numpy() for tensor in built.function(*map(tf.constant, arrays))]
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(call(arrays))) for _ in range(4)]
     for thread in threads:
@@ -130,12 +131,12 @@ def test_a_session_computes_what_the_function_computes_in_several_threads() -> N
 
 
 def test_checks_run_although_no_output_depends_on_them() -> None:
-    @tf.function(input_signature=[tf.TensorSpec([])], autograph=False)
     def function(x: tf.Tensor) -> list[tf.Tensor]:
         tf.raw_ops.Assert(condition=x > 0, data=["x is not positive"])
         return [x * 2]
 
-    call = create_graph_call(function.get_concrete_function(), single_threaded=True, may_use_session=True)
+    graph = tf_private.trace(function, [tf.TensorSpec([])], is_stateful=True)
+    call = create_graph_call(BuiltProgram(graph=graph, small=True), may_use_session=True)
     assert call([np.array(1, np.float32)])[0] == 2
     with pytest.raises(tf.errors.InvalidArgumentError, match="x is not positive"):
         call([np.array(-1, np.float32)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2
@@ -109,22 +107,3 @@ def test_gradients_built_in_another_graph_are_called_with_other_captures() -> No
     assert outer(tf.constant(3.0)).numpy() == 6.0
     (found,) = tf_private.call_with_captures(kept[0], [tf.constant(2.0)], [tf.constant(5.0)])
     assert found.numpy() == 20.0
-
-
-def test_sums_of_gradients_use_the_given_function_within_the_context() -> None:
-    added: list[int] = []
-
-    def add(tensors: Sequence[tf.Tensor]) -> tf.Tensor | None:
-        added.append(len(tensors))
-        return tensors[0] if len(tensors) == 2 else None
-
-    with tf.Graph().as_default() as graph:
-        x = tf.compat.v1.placeholder(tf.float32, [3])
-        with tf_private.sums_made_by(add):
-            tf.gradients(tf.tanh(x) + tf.sin(x), x)
-            assert "AddN" not in {op.type for op in graph.get_operations()}
-            tf.gradients(tf.tanh(x) + tf.sin(x) + tf.cos(x), x)
-        assert added == [2, 3]
-        assert "AddN" in {op.type for op in graph.get_operations()}
-        tf.gradients(tf.tanh(x) + tf.sin(x), x)
-    assert added == [2, 3]

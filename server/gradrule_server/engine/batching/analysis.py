@@ -81,13 +81,13 @@ def analyse(built: BuiltProgram) -> Layout | Refusal:
     values += [Uniform(()) for _ in built.params]
     if not any(isinstance(value, PerExample) for value in values):
         return Refusal("no input has an axis 0 of any size")
-    graph = built.function.graph
+    graph = built.graph
     # The inputs after the arguments are captured constants.
     values += [Uniform(_shape(tensor)) for tensor in graph.inputs[len(values) :]]
     known: dict[str, list[Value]] = {
         tensor.op.name: [value] for tensor, value in zip(graph.inputs, values, strict=True)
     }
-    for op in _needed(graph, built.function.outputs):
+    for op in _needed(graph, built.graph.outputs):
         if op.name not in known:
             try:
                 known[op.name] = _results(op, [known[tensor.op.name][tensor.value_index] for tensor in op.inputs])
@@ -103,7 +103,7 @@ def analyse(built: BuiltProgram) -> Layout | Refusal:
                     reason = checked.reason if isinstance(checked, Mixed) else "it checks the examples"
                     return Refusal(f"Assert {_name(op)!r} checks something that depends on the batch: {reason}")
     rows = []
-    for tensor in built.function.outputs:
+    for tensor in built.graph.outputs:
         value = known[tensor.op.name][tensor.value_index]
         if isinstance(value, PerExample):
             rows.append(value.rows)
@@ -125,7 +125,7 @@ def _unsuited(built: BuiltProgram) -> str | None:
         return "it pulls back many gradients at once"
     if any(form == SPARSE for _, form in built.layout):
         return "a gradient is sparse"
-    return f"it has more than {MAX_OPS} ops" if len(built.function.graph.get_operations()) > MAX_OPS else None
+    return f"it has more than {MAX_OPS} ops" if len(built.graph.get_operations()) > MAX_OPS else None
 
 
 def _argument(item: Input) -> Value:

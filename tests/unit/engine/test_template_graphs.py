@@ -1,24 +1,28 @@
-"""Tests that the description of a program equals that of the built program."""
+"""Tests that programs that are built from templates of gradients equal those that TensorFlow builds."""
 
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.framework import node_def_pb2
 
 import gradrule as gr
 from gradrule._messages.call_arguments import ProgramArguments
 from gradrule._messages.request_messages import program_spec
 from gradrule.v1 import graph_pb2, program_pb2, rule_pb2
-from gradrule_server.engine import describe as describing
-from gradrule_server.engine import tf_private
+from gradrule_server.engine import gradient_templates
 from gradrule_server.engine.build import build
-from gradrule_server.engine.describe import describe
+from gradrule_server.engine.differentiation import Differentiation
+from gradrule_server.engine.gradient_templates import TEMPLATES, GradientTemplates
 from gradrule_server.engine.graph_import import label_varying
-from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.program import BuiltProgram, as_array
 from gradrule_server.errors import GradruleError
 from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
@@ -33,7 +37,6 @@ from tests.service.nested_graphs import graph_def
 from tests.stores import no_blobs
 from tests.unit.engine.building import NAMESPACES, Builtins, prepared
 
-_MEMORY = 1 << 32
 _RULES = ("ste", "guided_relu", "deconvnet", "default", "elrp_activation", "magnitude_aware_sign")
 
 
@@ -47,14 +50,15 @@ class _Rules(Builtins):
         return ResolvedRule(name, None) if name[0].isupper() else super().resolve(name)
 
 
-def _requests(graph: Any, words: ProgramArguments) -> list[link_pb2.CompileRequest]:
-    """Returns the same program twice: functions of two programs in one process need different names."""
+def _request(graph: Any, words: ProgramArguments) -> link_pb2.CompileRequest:
     spec, _ = program_spec(graph, words)
-    limits = Limits(engine_bytes=_MEMORY)
-    return [prepare(spec, CallShape(), _Rules(), limits, no_blobs(), next(NAMESPACES)).request for _ in range(2)]
+    return prepare(spec, CallShape(), _Rules(), Limits(), no_blobs(), next(NAMESPACES)).request
 
 
-def _description(built: BuiltProgram) -> dict[str, Any]:
+def _contents(built: BuiltProgram) -> dict[str, Any]:
+    """Returns everything about a program. TensorFlow adds nodes without use, which templates lack."""
+    ends = [end.op.name for end in built.graph.outputs] + [op.name for op in built.graph.control_outputs]
+    used = tf.compat.v1.graph_util.extract_sub_graph(built.graph.as_graph_def(add_shapes=True), ends)
     return {
         "statuses": built.statuses,
         "default_gradient_nodes": built.default_gradient_nodes,
@@ -62,25 +66,44 @@ def _description(built: BuiltProgram) -> dict[str, Any]:
         "made": built.made,
         "layout": built.layout,
         "specs": {name: [item.SerializeToString() for item in specs] for name, specs in built.specs.items()},
+        "nodes": sorted(_comparable(node) for node in used.node),
+        "outputs": [
+            (tensor.name, tensor.shape.as_list() if tensor.shape.rank is not None else None)
+            for tensor in built.graph.outputs
+        ],
     }
 
 
-def _outcome(make: Any, request: link_pb2.CompileRequest) -> Any:
+def _comparable(node: node_def_pb2.NodeDef) -> str:
+    """Returns a node as text, without what may differ.
+
+    Names of functions lack their numbers, which are new for each loop and branch. TensorFlow notes at a node that
+    `tf.control_dependencies` named it, even if no node waits for it then.
+    """
+    node.attr.pop("_has_manual_control_dependencies", None)
+    return re.sub(r'(name: "\S*?)[_0-9]+"', r'\1"', str(node)) if "func {" in str(node) else str(node)
+
+
+def _outcome(request: link_pb2.CompileRequest) -> Any:
     try:
-        return _description(make(request, (), "CPU:0"))
+        return _contents(build(request))
     except GradruleError as cause:
         return [(item.reason, item.message, item.node) for item in cause.findings]
 
 
 def _assert_equal(graph: Any, words: ProgramArguments) -> Any:
+    """Checks that a program has the same nodes, with the same shapes, with templates and without."""
     try:
-        first, second = _requests(graph, words)
+        request = _request(graph, words)
     except GradruleError:
         # Random overrides may conflict; such programs are refused before they reach an engine.
-        first, second = _requests(graph, replace(words, overrides=None))
-    found = _outcome(describe, first)
-    assert found == _outcome(build, second)
-    return found
+        request = _request(graph, replace(words, overrides=None))
+    # The first build may record templates that the second one reuses.
+    found = [_outcome(request), _outcome(request)]
+    with mock.patch.object(GradientTemplates, "gradients", lambda _, key, node, outer, make, is_pure: make()):
+        wanted = _outcome(request)
+    assert found == [wanted, wanted]
+    return wanted
 
 
 @pytest.mark.parametrize("number", range(size(6, 12)))
@@ -159,24 +182,48 @@ def _chain(layers: int) -> gr.Graph:
     return g
 
 
-def test_gradients_of_similar_nodes_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs: list[tf_private.RecordingGraph] = []
-    original = describing._upper_bound_bytes
+def test_gradients_of_similar_nodes_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    registered = Differentiation._registered
 
-    def record(graph: tf_private.RecordingGraph, outputs: Any) -> int:
-        graphs.append(graph)
-        return original(graph, outputs)
+    def record(op: tf.Operation, *others: Any) -> Any:
+        made.append(op.type)
+        return registered(op, *others)
 
-    monkeypatch.setattr(describing, "_upper_bound_bytes", record)
-    request, again = _requests(_chain(100), ProgramArguments(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
-    built = build(again)
-    assert _description(describe(request, (), "CPU:0")) == _description(built)
-    nodes, all_nodes = len(graphs[0].get_operations()), len(built.function.graph.get_operations())
-    # The graph itself has 302 nodes. Sums of the gradients of one tensor are shared too.
-    assert nodes < 350 < 900 < all_nodes
-    # Ops that were not built again still count as memory.
-    made = [op.type for op in graphs[0].made]
-    assert (made.count("ReluGrad"), made.count("AddN")) == (100, 100)
+    monkeypatch.setattr(Differentiation, "_registered", staticmethod(record))
+    words = ProgramArguments(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"})
+    TEMPLATES.clear()
+    reused = TEMPLATES.reused
+    build(_request(_chain(100), words))
+    # A gradient of a sum differs by its producer: another sum, or the end of the chain.
+    assert len(made) < 10
+    assert TEMPLATES.reused - reused > 290
+    made.clear()
+    build(_request(_chain(50), words))
+    assert made == [], "templates are kept for other programs"
+
+
+def test_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_templates, "_MAX_STEPS", 8)
+    TEMPLATES.clear()
+    words = ProgramArguments(ys=["y"], xs=["x"])
+    rng = random.Random(3)
+    for _ in range(5):
+        build(_request(_random_graph(rng), replace(words, no_gradient="zero")))
+        assert sum(len(template.steps) for template in TEMPLATES._templates.values()) == TEMPLATES._steps <= 8
+    TEMPLATES.clear()
+
+
+def test_no_second_copy_of_the_graph_is_made_and_values_are_shared() -> None:
+    value = np.arange(4, dtype=np.float32)
+    g = gr.Graph()
+    g.op_output("AddV2", g.placeholder("x", "float32", [None, 4]), g.variable("v", value), name="y")
+    request = _request(g, ProgramArguments(ys=["y"], xs=["x"], fetches=["y"]))
+    variable = tf.constant(value)
+    built = build(request, [variable])
+    built.call([np.ones((2, 4), np.float32), as_array(variable)])
+    assert built._function is None
+    assert np.shares_memory(as_array(variable), as_array(variable))
 
 
 def test_all_nodes_without_gradient_are_reported() -> None:
@@ -188,16 +235,6 @@ def test_all_nodes_without_gradient_are_reported() -> None:
     overrides = {"RandomShuffle": gr.Rule("dy + default")}
     found = _assert_equal(g, ProgramArguments(ys=["y"], xs=["x"], overrides=overrides, no_gradient="pass"))
     assert len(found["without"]) == 4
-
-
-def test_program_that_might_not_fit_is_built_completely() -> None:
-    request, again = _requests(_chain(4), ProgramArguments(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
-    for item in (request, again):
-        item.memory_limit = 1
-        item.inputs[0].shape.dim[0].size = 1000
-    found = _outcome(describe, request)
-    assert found == _outcome(build, again)
-    assert "memory-limit" in found[0][1]
 
 
 def test_labels_change_no_shape_and_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +253,9 @@ def test_labels_change_no_shape_and_are_removed(monkeypatch: pytest.MonkeyPatch)
         program = prepared(graph, {}, vjp=program_pb2.Vjp(ys=["y"], xs=["x"]), no_gradient=program_pb2.NO_GRADIENT_ZERO)
         shapes = []
         for function in (record, none):
+            TEMPLATES.clear()
             monkeypatch.setattr("gradrule_server.engine.graph_import.label_varying", function)
-            ops = build(program.request).function.graph.get_operations()
+            ops = build(program.request).graph.get_operations()
             assert not [op.name for op in ops if "_kernel" in op.node_def.attr]
             shapes.append(
                 [
