@@ -41,7 +41,7 @@ class _Step(NamedTuple):
     """
 
     name: str
-    node: node_def_pb2.NodeDef
+    copied: tf_private.CopiedOp
     inputs: Sequence[_Ref]
     waits_for: Sequence[int]
     shapes: Sequence[tf.TensorShape]
@@ -255,13 +255,11 @@ def _record(
         waits = [numbers.get(control.name) for control in op.control_inputs]
         if None in inputs or None in waits:
             return None
-        node = node_def_pb2.NodeDef()
-        node.CopyFrom(op.node_def)
-        del node.input[:]
         numbers[op.name] = number = len(steps)
         refs |= {(op.name, index): (number, index) for index in range(len(op.outputs))}
         shapes = tuple(output.shape for output in op.outputs)
-        steps.append(_Step(op.name.removeprefix(f"{scope}/"), node, inputs, waits, shapes))  # type: ignore[arg-type]
+        name, copied = op.name.removeprefix(f"{scope}/"), tf_private.CopiedOp.of(op)
+        steps.append(_Step(name, copied, inputs, waits, shapes))  # type: ignore[arg-type]
     if any((tensor.op.name, tensor.value_index) not in refs for tensor in results):
         return None
 
@@ -301,9 +299,8 @@ def _replay(template: _Template, graph: tf_private.RecordingGraph, outer: Sequen
         return outer[-1 - number] if number < 0 else ops[number].outputs[index]
 
     for number, step in enumerate(template.steps):
-        step.node.name = graph.unique_name(step.name)
         waits_for = [outer[-1 - wait].op if wait < 0 else ops[wait] for wait in step.waits_for]
-        op = graph.create(step.node, [find(ref) for ref in step.inputs], waits_for)
+        op = graph.create(step.copied, step.name, [find(ref) for ref in step.inputs], waits_for)
         ops.append(op)
         if not template.is_checked:
             known = zip(op.outputs, step.shapes, strict=True)
