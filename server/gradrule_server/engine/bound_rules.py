@@ -12,7 +12,7 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.code_rules import CODE_RULES
+from gradrule_server.engine.code_rules import CODE_RULES, SALTED
 from gradrule_server.engine.code_rules.target import Gradient, RuleTarget
 from gradrule_server.engine.graph_import import NodeRefused, replay
 from gradrule_server.engine.op_gradients import gradient_of
@@ -141,8 +141,14 @@ class CodeRule(BoundRule):
 
     def __init__(self, name: str, code: str, params: Mapping[str, tf.Tensor]) -> None:
         super().__init__(name)
-        self._run = CODE_RULES[code]
+        self._code = code
         self._params = params
+        self.param_values = [params[name] for name in sorted(params)]
+
+    def identity(self, target: RuleTarget) -> Hashable | None:
+        sources, dependence = target.sources, target.dependence
+        depends = tuple((dependence.bits(source), dependence.is_x(source)) for source in sources)
+        return "code", self.name, self._code, depends, target.salt if self._code in SALTED else None
 
     def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         dense = [
@@ -152,7 +158,7 @@ class CodeRule(BoundRule):
         graph = tf.compat.v1.get_default_graph()
         params = {name: tf_private.in_graph(graph, value) for name, value in self._params.items()}
         try:
-            gradients = self._run(target, dense, params)
+            gradients = CODE_RULES[self._code](target, dense, params)
         except GradruleError:
             raise
         except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:

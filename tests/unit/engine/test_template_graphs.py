@@ -120,7 +120,7 @@ def _random_graph(rng: random.Random) -> gr.Graph:
     for _ in range(rng.randint(8, 40)):
         value = rng.choice(made[-4:])
         kind = rng.choice(
-            ("Relu", "Sign", "Tanh", "Neg", "Square", "Floor", "sum", "mul", "bias", "reshape", "stop", "cut")
+            ("Relu", "Sign", "Tanh", "Neg", "Square", "Floor", "sum", "mul", "bias", "reshape", "stop", "cut", "linear")
         )
         match kind:
             case "sum":
@@ -131,6 +131,8 @@ def _random_graph(rng: random.Random) -> gr.Graph:
                 made.append(g.op_output("AddV2", value, g.constant([0.5] * 4)))
             case "reshape":
                 made.append(g.op_output("Reshape", value, g.op_output("Shape", value)))
+            case "linear":
+                made.append(g.op_output("MatMul", value, g.constant(np.eye(4, dtype=np.float32) * rng.choice([1, 2]))))
             case "stop":
                 made.append(g.op_output("AddV2", value, g.op_output("StopGradient", value)))
             case "cut":
@@ -156,6 +158,8 @@ def _random_overrides(rng: random.Random, g: gr.Graph) -> list[gr.Override]:
         elif rng.random() < 0.2:
             selector["position"] = rng.choice(["nearest_xs", "nearest_ys"])
         made.append(gr.Override(rule, optional=rng.random() < 0.9, **selector))
+    if any(node.op == "MatMul" for node in parsed.node):
+        made.append(gr.Override(rng.choice(["lrp_epsilon", "lrp_zplus", "feedback_alignment"]), op_type="MatMul"))
     if nodes and rng.random() < 0.2:
         inside = next(node for node in parsed.node if node.name == nodes[0])
         region = gr.Region(inputs=[inside.input[0]], outputs=[inside.name])

@@ -51,4 +51,7 @@ CODE_RULES: Mapping[str, CodeRuleFunction] = MappingProxyType(
 )
 """Rules by their name in the catalogue."""
 
-__all__ = ["CODE_RULES"]
+SALTED = frozenset({"feedback_alignment"})
+"""Rules whose gradients depend on the name of the node."""
+
+__all__ = ["CODE_RULES", "SALTED"]
