@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gradrule._builder.specs import TensorSpec
     from gradrule._comparison.compare import ComparedRow, Comparison, FirstDifference
     from gradrule._comparison.numeric_gradients import FiniteDifferences
+    from gradrule._comparison.sweep import SweepResult
     from gradrule._messages.session_calls import StepResult
     from gradrule._messages.transfer_options import Transfer
     from gradrule._progress import ProgressReport
@@ -49,7 +50,7 @@ __all__ = [
     "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "Blob",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
-    "Comparison", "ComparedRow", "FirstDifference", "FiniteDifferences",
+    "Comparison", "ComparedRow", "FirstDifference", "FiniteDifferences", "SweepResult",
     "Resolution", "Timings", "Digests", "Sparse", "TensorSpec", "ServerStatus",
     "Transfer", "ProgressReport", "errors", "GradruleError", "keras", "viz",
     "__version__",
@@ -81,6 +82,7 @@ _MODULES = {
     "ComparedRow": "_comparison.compare",
     "FirstDifference": "_comparison.compare",
     "FiniteDifferences": "_comparison.numeric_gradients",
+    "SweepResult": "_comparison.sweep",
     "Result": "_results.call_results",
     "Explanation": "_results.call_results",
     "SampleResult": "_results.rule_infos",

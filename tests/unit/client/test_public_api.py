@@ -25,7 +25,7 @@ SKIPPED_PARAMETERS = {"self", "cls"}
 # Users get these objects from functions and never call the constructor.
 RETURNED = {
     *("gr.Client", "gr.Program", "gr.ForwardHandle", "gr.AsyncForwardHandle", "gr.Session", "gr.AsyncSession"),
-    *("gr.TensorHandle", "gr.Node", "gr.Result"),
+    *("gr.TensorHandle", "gr.Node", "gr.Result", "gr.SweepResult"),
 }
 # Keras calls these methods of every layer, and documents them.
 KERAS_HOOKS = {"build", "call", "compute_mask", "compute_output_shape", "compute_output_spec", "from_config"}

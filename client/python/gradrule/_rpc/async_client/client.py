@@ -21,6 +21,7 @@ from gradrule._rpc.async_client.evaluation import AsyncEvaluationMethods
 from gradrule._rpc.async_client.programs import AsyncProgramMethods
 from gradrule._rpc.async_client.rules import AsyncRuleMethods
 from gradrule._rpc.async_client.sessions import AsyncSession
+from gradrule._rpc.async_client.sweeps import AsyncSweepMethods
 from gradrule._rpc.async_transport import Starting, run_in_thread, starting
 from gradrule._rpc.local_server import LocalServer
 from gradrule.errors import UnsupportedError
@@ -148,7 +149,7 @@ async def _start_local(settings: Mapping[str, Any]) -> AsyncClient:
     return client
 
 
-class AsyncClient(AsyncRuleMethods, AsyncEvaluationMethods, AsyncProgramMethods):
+class AsyncClient(AsyncRuleMethods, AsyncEvaluationMethods, AsyncSweepMethods, AsyncProgramMethods):
     """Sends calls to a server. Made by `connect` or `local`; close it, or use it in an `async with` block.
 
     Safe to share between tasks. Every call has a deadline: its `timeout` in seconds, or that of `connect`, and

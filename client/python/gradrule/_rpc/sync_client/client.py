@@ -22,6 +22,7 @@ from gradrule._rpc.sync_client.evaluation import EvaluationMethods
 from gradrule._rpc.sync_client.programs import ProgramMethods
 from gradrule._rpc.sync_client.rules import RuleMethods
 from gradrule._rpc.sync_client.sessions import Session
+from gradrule._rpc.sync_client.sweeps import SweepMethods
 from gradrule._rpc.sync_transport import Starting, run_in_thread, starting
 from gradrule.errors import UnsupportedError
 
@@ -148,7 +149,7 @@ def _start_local(settings: Mapping[str, Any]) -> Client:
     return client
 
 
-class Client(RuleMethods, EvaluationMethods, ProgramMethods):
+class Client(RuleMethods, EvaluationMethods, SweepMethods, ProgramMethods):
     """Sends calls to a server. Made by `connect` or `local`; close it, or use it in a `with` block.
 
     Safe to share between threads. Every call has a deadline: its `timeout` in seconds, or that of `connect`, and
