@@ -37,7 +37,7 @@ TESTED = {
     "notebooks.md": {"start", "pictures", "saliency", "progress"},
     "operating.md": {"credentials", "serve", "status"},
     "other-languages.md": {"go", "java", "cpp", "csharp", "ruby"},  # in tests/contract/test_other_languages.py
-    "overrides.md": {"overrides", "keras"},
+    "overrides.md": {"overrides", "keras", "sweep", "sweep_shell"},
     "ray.md": {"run", "connect", "nginx"},  # in tests/cluster/test_ray.py
     "rules.md": {"rules"},
     "settings.md": {"server"},
@@ -158,6 +158,43 @@ def test_keras_layers(client: Any, keras: Any) -> None:
     exec(read_example(GUIDE / "overrides.md", "keras"), scope)
     assert scope["r"].gradients["image"].shape == (1, 4)
     assert scope["lrp"]
+
+
+@pytest.fixture
+def scored_image() -> tuple[gr.Graph, dict[str, Any]]:
+    """Returns a graph image → relu → relu → logits → score, and an image."""
+    rng = np.random.default_rng(0)
+    g = gr.Graph()
+    h: Any = g.placeholder("image", "float32", [None, 6])
+    for shape in ((6, 5), (5, 4)):
+        h = g.op("Relu", g.matmul(h, rng.normal(size=shape).astype(np.float32)))
+    logits = g.matmul(h, rng.normal(size=(4, 3)).astype(np.float32), name="logits")
+    g.reduce_sum(logits * np.float32([1, -2, 1]), axis=[0, 1], name="score")
+    return g, {"image": rng.normal(size=(2, 6)).astype(np.float32)}
+
+
+def test_sweep(client: Any, scored_image: tuple[gr.Graph, dict[str, Any]]) -> None:
+    graph, feeds = scored_image
+    scope: dict[str, Any] = {"gr": gr, "client": client, "graph": graph, "feeds": feeds}
+    exec(read_example(GUIDE / "overrides.md", "sweep"), scope)
+    heat = scope["heat"]
+    assert list(heat) == ["own", "guided", "lrp", "guided at 0", "guided at 1", 1e-6, 1e-3, 1.0]
+    for label, overrides in scope["maps"].items():
+        r = client.evaluate(graph, feeds, ys="score", xs="image", overrides=overrides)
+        np.testing.assert_array_equal(heat[label], r.gradients["image"])
+
+
+def test_sweep_in_the_shell(
+    server: Any, scored_image: tuple[gr.Graph, dict[str, Any]], tmp_path: Path, client: Any
+) -> None:
+    graph, feeds = scored_image
+    (tmp_path / "graph.pb").write_bytes(graph.to_bytes())
+    np.save(tmp_path / "image.npy", feeds["image"])
+    printed = run_shell(read_example(GUIDE / "overrides.md", "sweep_shell"), tmp_path, server.target)
+    assert all(label in printed for label in ("own", "guided", "lrp", "@linear.eps=1e-06", "@linear.eps=1"))
+    guided = client.evaluate(graph, feeds, ys="score", xs="image", overrides={"Relu": "guided_relu"})
+    with np.load(tmp_path / "heat.npz") as arrays:
+        np.testing.assert_array_equal(arrays["guided/gradients/image"], guided.gradients["image"])
 
 
 def test_remote_layer(client: Any, keras: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`gradrule compare`, and selectors, presets and rewrites of the command line, against a real server."""
+"""`gradrule compare` and `sweep`, and selectors, presets and rewrites of the command line, against a real server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from matplotlib import image
 
 import gradrule as gr
-from gradrule.cli.failures import REFUSED
+from gradrule.cli.failures import REFUSED, UNREACHABLE
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
 
@@ -127,3 +127,85 @@ def test_compare_reports_errors_like_other_commands(shell: Shell) -> None:
     done = shell(*COMPARE, "--map", "bad=Relu=guided_rel")
     assert (done.code, done.out) == (REFUSED, "")
     assert "overrides['bad']" in done.err and "'guided_relu'" in done.err
+
+
+SWEEP = ("sweep", "graph.pb", "--feed", "values.npz", "--y", "y", "--x", "x", "--x", "w", "--fetch", "y")
+THREE_MAPS = (
+    "--map",
+    "own=",
+    "--map",
+    "half=BiasAdd=expr:(0.5 * default0, default1)",
+    "--preset",
+    "lrp=epsilon_plus:eps=1e-4",
+)
+
+
+def test_sweep_prints_norms_and_distances(shell: Shell) -> None:
+    done = shell(*SWEEP, *THREE_MAPS)
+    assert done.code == 0, done.err
+    assert done.rows("map", "x", "norm", "difference", "compile ms", "run ms")
+    assert done.rows("half", "w", "50.0%") and done.rows("own", "w") and done.rows("lrp", "w")
+    assert done.rows("y", "float32", "[2, 2]")
+    assert done.rows("difference: distance from own, relative to its norm")
+
+
+def test_sweep_writes_arrays_and_prints_json(shell: Shell) -> None:
+    done = shell(*SWEEP, *THREE_MAPS, "--out", "maps.npz", "--json")
+    assert done.code == 0, done.err
+    results = {item["label"]: item for item in done.json["results"]}
+    assert list(results) == ["own", "half", "lrp"]
+    assert results["own"]["gradients"]["w"]["difference"] is None
+    assert results["half"]["gradients"]["w"]["difference"] == pytest.approx(0.5)
+    assert {item["rule"] for item in results["half"]["overrides"]} == {"inline"}
+    with np.load("maps.npz") as arrays:
+        # A layer under LRP gives its weights no gradient.
+        assert len(arrays.files) == 8 and "lrp/gradients/w" not in arrays
+        for label, override in (("own", ()), ("half", ("--override", "BiasAdd=expr:(0.5 * default0, default1)"))):
+            wanted = shell(*EVALUATE, "--x", "w", "--fetch", "y", *override).json
+            for name in ("gradients/x", "gradients/w", "outputs/y"):
+                kind, _, tensor = name.partition("/")
+                np.testing.assert_array_equal(arrays[f"{label}/{name}"], np.float32(wanted[kind][tensor]["values"]))
+            assert results[label]["gradients"]["x"]["values"] == wanted["gradients"]["x"]["values"]
+            norm = np.linalg.norm(arrays[f"{label}/gradients/x"])
+            assert results[label]["gradients"]["x"]["norm"] == pytest.approx(norm)
+
+
+def test_sweep_of_params_evaluates_all_combinations(shell: Shell) -> None:
+    words = ("--map", "smooth=Relu=relu_beta_smooth", "--param", "Relu.beta=[0.5, 500]")
+    done = shell(*SWEEP, *words, "--json")
+    assert done.code == 0, done.err
+    smooth, steep = (np.array(item["gradients"]["x"]["values"]) for item in done.json["results"])
+    assert [item["label"] for item in done.json["results"]] == ["Relu.beta=0.5", "Relu.beta=500"]
+    override = ("--override", "Relu=relu_beta_smooth", "--param", "Relu.beta=0.5")
+    np.testing.assert_array_equal(smooth, shell(*EVALUATE, *override).json["gradients"]["x"]["values"])
+    np.testing.assert_allclose(steep, shell(*EVALUATE).json["gradients"]["x"]["values"], atol=1e-4)
+    table = shell(
+        *SWEEP, "--map", "two=Relu=relu_beta_smooth,MatMul=lrp_epsilon",
+        "--param", "Relu.beta=[0.5, 1]", "--param", "MatMul.eps=[0.25, 1]",
+    )  # fmt: skip
+    assert table.code == 0, table.err
+    for beta in (0.5, 1):
+        for eps in (0.25, 1):
+            assert table.rows(f"Relu.beta={beta}, MatMul.eps={eps}", "x")
+    assert table.rows("params", "x", "norm")
+
+
+def test_sweep_shows_what_succeeded_and_reports_what_failed(shell: Shell) -> None:
+    words = (*SWEEP, "--map", "bad=Relu=guided_rel", "--map", "own=", "--map", "none=Sign=ste")
+    done = shell(*words)
+    assert done.code == REFUSED
+    assert done.rows("own", "w") and done.rows("bad", "failed") and done.rows("none", "failed")
+    assert done.err.startswith("gradrule sweep: 2 of 3 failed\nbad: UNKNOWN_RULE: ")
+    assert "none: UNMATCHED_OVERRIDE: " in done.err
+    as_json = shell(*words, "--json")
+    assert as_json.code == REFUSED
+    assert [item.get("error", {}).get("reason") for item in as_json.json["results"]] == [
+        "UNKNOWN_RULE", None, "UNMATCHED_OVERRIDE",
+    ]  # fmt: skip
+
+
+def test_sweep_ends_at_once_without_a_server(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADRULE_TARGET", "localhost:1")
+    done = shell(*SWEEP, *THREE_MAPS, "--timeout", "20")
+    assert done.code == UNREACHABLE
+    assert "1 of 1 failed" in done.err and "own: UNAVAILABLE" in done.err

@@ -33,6 +33,10 @@ TABLES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("evaluate", "graph.pb", *_FED, *_ENDS, "--override", "Sign=PlainHalf"), ("gradients", "[0.5 0.5 0.5]", "active")),
     (("explain", "graph.pb", *_ENDS, "--override", "Sign=PlainHalf"), ("rules", "op type", "PlainHalf")),
     (("compare", "graph.pb", *_FED, *_ENDS, "--map", "half=Sign=PlainHalf"), ("gradients of the xs", "tensor", "half")),
+    (
+        ("sweep", "graph.pb", *_FED, *_ENDS, "--map", "own=", "--map", "half=Sign=PlainHalf"),
+        ("map", "norm", "difference"),
+    ),
     (("status",), ("engine", "ready", "cache", "tenant")),
 ]
 NO_TABLE = {

@@ -18,7 +18,7 @@ from gradrule.cli.failures import EXIT_CODES, FAILED, UNREACHABLE, USAGE, descri
 from gradrule.cli.main import build_parser, main
 from gradrule_server.settings import Settings
 
-COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "compare", "gateway", "demo")
+COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "compare", "sweep", "gateway", "demo")
 
 
 def without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -78,6 +78,11 @@ def test_help_of_serve_is_the_servers(capsys: pytest.CaptureFixture[str]) -> Non
         (["compare", "g.pb", "--y", "y", "--x", "x"], "nothing to compare"),
         (["compare", "g.pb", "--map", "Sign"], "NAME=OVERRIDE"),
         (["compare", "g.pb", "--map", "a=Sign=ste", "--output", "a.txt"], ".png"),
+        (["sweep", "g.pb", "--y", "y", "--x", "x"], "nothing to evaluate"),
+        (["sweep", "g.pb", "--param", "Sign.clip=1"], "LABEL.PARAM=[VALUE,…]"),
+        (["sweep", "g.pb", "--param", "Sign.clip=[1]"], "--param takes one override map"),
+        (["sweep", "g.pb", "--map", "a=Sign=ste", "--map", "b=Sign=ste", "--param", "Sign.clip=[1]"], "not 2"),
+        (["sweep", "g.pb", "--map", "a=Sign=ste", "--out", "a.npy"], "ends with .npz"),
         (["rules", "plot", "ste", "--range", "3:-3"], "FROM less than TO"),
         (["rules", "plot", "ste", "--feed", "y=1"], "x1, x2"),
         (["rules", "plot", "ste", "--output", "ste"], ".png"),

@@ -1,4 +1,4 @@
-"""Defines the flags that `evaluate`, `explain`, `programs compile` and `compare` share."""
+"""Defines the flags that `evaluate`, `explain`, `programs compile`, `compare` and `sweep` share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gradrule.cli.failures import USAGE, CommandError
 
 if TYPE_CHECKING:
     from gradrule import Graph, Override, Preset
+    from gradrule._builder.overrides import Overrides
 
 PROGRAM_PREFIX = "programs/"
 GRAPH_HELP = "file .pb, .pbtxt or .json, or a model of Keras or a SavedModel; - is standard input"
@@ -54,15 +55,7 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
         help="a named list of overrides; all other overrides have priority: epsilon_plus, epsilon_plus:eps=1e-4 "
         "(`gradrule rules presets` lists them); may be repeated",
     )
-    group.add_argument(
-        "--unconnected", choices=("none", "zero"), help="gradient where y does not depend on x [default: none]"
-    )
-    group.add_argument(
-        "--no-gradient",
-        choices=("error", "default", "pass", "zero"),
-        help="how to treat an op on the path that has no gradient [default: error]",
-    )
-    add_rewrite_flag(group)
+    add_gradient_flags(group)
 
 
 def add_tensor_flags(parser: argparse.ArgumentParser, **more: str) -> Any:
@@ -83,6 +76,19 @@ def add_tensor_flags(parser: argparse.ArgumentParser, **more: str) -> Any:
     return group
 
 
+def add_gradient_flags(group: Any) -> None:
+    """Adds the flags for missing gradients, and `--rewrite`."""
+    group.add_argument(
+        "--unconnected", choices=("none", "zero"), help="gradient where y does not depend on x [default: none]"
+    )
+    group.add_argument(
+        "--no-gradient",
+        choices=("error", "default", "pass", "zero"),
+        help="how to treat an op on the path that has no gradient [default: error]",
+    )
+    add_rewrite_flag(group)
+
+
 def add_rewrite_flag(group: Any) -> None:
     """Adds the flag `--rewrite`."""
     group.add_argument(
@@ -92,6 +98,35 @@ def add_rewrite_flag(group: Any) -> None:
         default=[],
         help="fold_batch_norm folds batch norms into the linear ops before them; may be repeated",
     )
+
+
+def add_map_flags(group: Any) -> None:
+    """Adds the flags `--map` and `--preset`, which name override maps."""
+    group.add_argument(
+        "--map",
+        metavar="NAME=OVERRIDE,…",
+        type=parsing.override_map,
+        action="append",
+        default=[],
+        help="an override map: 'guided=Relu=guided_relu', 'both=Sign=ste_sign:clip=2,preset:epsilon_plus', with the "
+        "selectors of `gradrule evaluate --override`; a repeated name extends the map; may be repeated",
+    )
+    group.add_argument(
+        "--preset",
+        metavar="NAME=PRESET",
+        type=parsing.preset_map,
+        action="append",
+        default=[],
+        help="an override map that is a preset: lrp=epsilon_plus:eps=1e-4; may be repeated",
+    )
+
+
+def override_maps(options: argparse.Namespace) -> dict[str, Overrides | None]:
+    """Returns the override maps that `--map` and `--preset` give, by name."""
+    found: dict[str, list[Override | Preset]] = {}
+    for label, chosen in [*options.map, *options.preset]:
+        found.setdefault(label, []).extend(chosen)
+    return dict(found)
 
 
 def add_feed_flag(group: Any) -> None:

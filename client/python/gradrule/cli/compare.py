@@ -7,14 +7,23 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gradrule.cli import output, parsing
-from gradrule.cli.call_flags import GRAPH_HELP, add_feed_flag, add_rewrite_flag, add_tensor_flags, feeds, load_graph
+from gradrule.cli import output
+from gradrule.cli.call_flags import (
+    GRAPH_HELP,
+    add_feed_flag,
+    add_map_flags,
+    add_rewrite_flag,
+    add_tensor_flags,
+    feeds,
+    load_graph,
+    override_maps,
+)
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.failures import USAGE, CommandError
 from gradrule.viz import _figures as figures
 
 if TYPE_CHECKING:
-    from gradrule import Comparison, Override, Preset
+    from gradrule import Comparison
 
 
 def add(commands: Any) -> None:
@@ -28,23 +37,7 @@ def add(commands: Any) -> None:
     parser.add_argument("graph", metavar="GRAPH", help=GRAPH_HELP)
     group = add_tensor_flags(parser)
     add_feed_flag(group)
-    group.add_argument(
-        "--map",
-        metavar="NAME=OVERRIDE,…",
-        type=parsing.override_map,
-        action="append",
-        default=[],
-        help="an override map: 'guided=Relu=guided_relu', 'both=Sign=ste_sign:clip=2,preset:epsilon_plus', with the "
-        "selectors of `gradrule evaluate --override`; a repeated name extends the map; may be repeated",
-    )
-    group.add_argument(
-        "--preset",
-        metavar="NAME=PRESET",
-        type=parsing.preset_map,
-        action="append",
-        default=[],
-        help="an override map that is a preset: lrp=epsilon_plus:eps=1e-4; may be repeated",
-    )
+    add_map_flags(group)
     add_rewrite_flag(group)
     group.add_argument(
         "--no-finite-differences", action="store_true", help="skip the finite differences, which take many evaluations"
@@ -57,9 +50,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the comparison and prints it; returns the exit code."""
-    maps: dict[str, list[Override | Preset]] = {}
-    for label, chosen in [*options.map, *options.preset]:
-        maps.setdefault(label, []).extend(chosen)
+    maps = override_maps(options)
     if not maps:
         raise CommandError("nothing to compare: give --map NAME=OVERRIDE,… or --preset NAME=PRESET", USAGE)
     if options.output is not None:
@@ -71,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             feeds(options),
             ys=options.y,
             xs=options.x,
-            overrides=dict(maps),
+            overrides=maps,
             grad_ys=dict(options.grad_y) or None,
             finite_differences=not options.no_finite_differences,
             rewrites=options.rewrite,
@@ -96,7 +87,7 @@ def _show(found: Comparison) -> None:
         rows = [[*tensor, *(cells.get((tensor[0], label), "") for label in labels)] for tensor in tensors]
         output.table(screen, title, ("tensor", "op type", *labels), rows)
     rows = [
-        [row.tensor, row.label, _percent(row.from_finite_differences)]
+        [row.tensor, row.label, output.percent_text(row.from_finite_differences)]
         for row in found.rows
         if row.from_finite_differences is not None
     ]
@@ -111,7 +102,7 @@ def _show(found: Comparison) -> None:
             continue
         rules = ", ".join(f"{item.rule} at {item.node}" for item in first.rules)
         screen.print(
-            f"{label}: differs from {found.reference} first at {first.tensor} ({_percent(first.difference)})"
+            f"{label}: differs from {found.reference} first at {first.tensor} ({output.percent_text(first.difference)})"
             f"{f', because of {rules}' if rules else ''}"
         )
     for note in found.notes:
@@ -122,16 +113,10 @@ def _cell(norm: float | None, difference: float | None) -> str:
     if norm is None:
         return "none"
     text = f"{norm:.4g}"
-    return text if difference is None or difference < _EQUAL else f"{text} ({_percent(difference)})"
+    return text if difference is None or difference < _EQUAL else f"{text} ({output.percent_text(difference)})"
 
 
 _EQUAL = 1e-6
-
-
-def _percent(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.1%}" if value < 10 else f"× {value:.3g}"
 
 
 def _draw(found: Comparison, options: argparse.Namespace) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from gradrule._results.call_results import Result, Sparse
+from gradrule._results.call_results import Result
 from gradrule.cli import output
 from gradrule.cli.call_flags import (
     GRAPH_HELP,
@@ -23,8 +20,6 @@ from gradrule.cli.call_flags import (
     refuse_program_flags,
 )
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.failures import USAGE, CommandError
-from gradrule.common import tensor_codec
 
 
 def add(commands: Any) -> None:
@@ -40,7 +35,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE.npz",
-        type=Path,
+        type=output.npz,
         help="write the arrays outputs/NAME and gradients/NAME; bfloat16 becomes float32, sparse becomes dense",
     )
     finish(parser, run)
@@ -48,11 +43,9 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Evaluates the graph or program, and prints or writes the result; returns the exit code."""
-    if options.out is not None and options.out.suffix != ".npz":
-        raise CommandError(f"--out takes a name that ends with .npz, not {str(options.out)!r}", USAGE)
     result = _evaluate(options)
     if options.out is not None:
-        _save(result, options.out)
+        output.write_npz(options.out, output.result_arrays(result))
     if options.json:
         output.print_json(_json(result))
     else:
@@ -106,22 +99,3 @@ def _json(result: Result) -> dict[str, object]:
         "timings": asdict(result.timings),
         "digests": asdict(result.digests),
     }
-
-
-def _save(result: Result, path: Path) -> None:
-    found: dict[str, tensor_codec.Array] = {}
-    for name, value in result.outputs.items():
-        found[f"outputs/{name}"] = _plain(name, value)
-    for name, gradient in result.gradients.items():
-        if gradient is not None:
-            dense = gradient.to_dense() if isinstance(gradient, Sparse) else gradient
-            found[f"gradients/{name}"] = _plain(name, dense)
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **found)
-
-
-def _plain(name: str, array: tensor_codec.Array) -> tensor_codec.Array:
-    """Converts an array to a dtype that NumPy's file formats support."""
-    if array.dtype.kind == "O":
-        raise CommandError(f"{name!r} holds strings, which a .npz file cannot hold safely; use --json")
-    return array.astype(np.float32) if output.dtype_text(array) == "bfloat16" else array

@@ -51,6 +51,11 @@ EXAMPLES: dict[tuple[str, ...], tuple[str, ...]] = {
         "gradrule compare graph.pb --feed 'x=[-2, 0.5, 3]' --y y --x x --map ste=Sign=ste --map clipped=Sign=ste_sign",
         "gradrule compare model.keras --feed x=image.npy --y loss --x x --preset lrp=epsilon_plus --output norms.png",
     ),
+    ("sweep",): (
+        "gradrule sweep graph.pb --feed x=image.npy --y y --x x --map own= --map ste=Sign=ste --map atan=Sign=atan",
+        "gradrule sweep graph.pb --feed x=image.npy --y y --x x --map ste=Sign=ste_sign --param 'Sign.clip=[1, 2]'",
+        "gradrule sweep model.keras --feed x=image.npy --y loss --x x --preset lrp=epsilon_plus --out maps.npz",
+    ),
     ("gateway",): ("gradrule gateway", "gradrule gateway --server gpu-host:8470 --tls-ca ca.pem --port 8480"),
     ("demo",): ("gradrule demo --out out/demo",),
     ("completion",): (

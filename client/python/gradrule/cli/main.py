@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from gradrule import __version__
 from gradrule._builder.names import did_you_mean
-from gradrule.cli import compare, completion, evaluate, examples, explain, gateway, programs, serve, status
+from gradrule.cli import compare, completion, evaluate, examples, explain, gateway, programs, serve, status, sweep
 from gradrule.cli.demo import command as demo
 from gradrule.cli.failures import EXIT_CODES, FAILED, INTERRUPTED, USAGE, CommandError, Reporter, describe
 from gradrule.cli.rules import checking, drawing, registry
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     status.add_health(commands)
     status.add_status(commands)
     _add_rules(commands)
-    for command in (programs, evaluate, explain, compare, gateway, demo):
+    for command in (programs, evaluate, explain, compare, sweep, gateway, demo):
         command.add(commands)
     completion.add(commands, build_parser)
     examples.add(parser)

@@ -8,15 +8,15 @@ import importlib.util
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from gradrule._progress import can_show
-from gradrule._results.call_results import Resolution, Sparse
-from gradrule.cli.failures import missing_extra
+from gradrule._results.call_results import Resolution, Result, Sparse
+from gradrule.cli.failures import CommandError, missing_extra
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 
@@ -39,6 +39,14 @@ def picture(text: str) -> Path:
     path = Path(text)
     if path.suffix not in _PICTURES:
         raise argparse.ArgumentTypeError(f"a picture's name ends with {', '.join(_PICTURES)}, got {text!r}")
+    return path
+
+
+def npz(text: str) -> Path:
+    """Returns the path of a .npz file; serves as an argparse type."""
+    path = Path(text)
+    if path.suffix != ".npz":
+        raise argparse.ArgumentTypeError(f"a name that ends with .npz is expected, got {text!r}")
     return path
 
 
@@ -275,6 +283,13 @@ def norm_text(array: tensor_codec.Array) -> str:
     return f"{np.linalg.norm(wide.ravel()):.6g}"
 
 
+def percent_text(value: float | None) -> str:
+    """Returns a relative difference as text, such as `12.5%` or `× 20`; empty for None."""
+    if value is None:
+        return ""
+    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.1%}" if value < 10 else f"× {value:.3g}"
+
+
 def _values(array: tensor_codec.Array) -> str:
     wide = array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
     return np.array2string(wide, threshold=_SHOWN_VALUES, edgeitems=3, precision=6, max_line_width=100)
@@ -317,3 +332,26 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return float(value)
+
+
+def result_arrays(result: Result) -> dict[str, tensor_codec.Array]:
+    """Returns the arrays of a result for a .npz file: `outputs/NAME`, and `gradients/NAME` of dense gradients."""
+    found = {f"outputs/{name}": _npz_array(name, value) for name, value in result.outputs.items()}
+    for name, gradient in result.gradients.items():
+        if gradient is not None:
+            dense = gradient.to_dense() if isinstance(gradient, Sparse) else gradient
+            found[f"gradients/{name}"] = _npz_array(name, dense)
+    return found
+
+
+def write_npz(path: Path, arrays: Mapping[str, tensor_codec.Array]) -> None:
+    """Writes arrays into a .npz file."""
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def _npz_array(name: str, array: tensor_codec.Array) -> tensor_codec.Array:
+    """Converts an array to a dtype that NumPy's file formats support."""
+    if array.dtype.kind == "O":
+        raise CommandError(f"{name!r} holds strings, which a .npz file cannot hold safely; use --json")
+    return array.astype(np.float32) if dtype_text(array) == "bfloat16" else array

@@ -92,6 +92,14 @@ def call_param(text: str) -> tuple[str, str, Any]:
     return label, param, literal(value, text)
 
 
+def call_params(text: str) -> tuple[str, str, list[Any]]:
+    """Parses `LABEL.PARAM=[VALUE,…]` into label, param and values."""
+    label, param, values = call_param(text)
+    if not isinstance(values, list) or not values:
+        raise ArgumentTypeError(f"expected LABEL.PARAM=[VALUE,…] with several values, got {text!r}")
+    return label, param, values
+
+
 def rule_param(text: str) -> tuple[str, Any]:
     """Parses the declaration of a param: `a=1` with a default, `a` without a default."""
     if "=" not in text:
