@@ -153,6 +153,59 @@ def test_large_values_are_sent_once(either: Any) -> None:
     assert len(list(either.sweep(GRAPH, {"x": X + 1}, MAPS, ys="y", xs="x", grad_ys={"y": upstream[:3]}))) == 5
 
 
+@pytest.fixture
+def fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
+    """Records the label and the number of fetches of each call."""
+    made: list[tuple[Any, int]] = []
+    real = Sweep.call
+
+    def call(self: Sweep, run: Any) -> Any:
+        found = real(self, run)
+        made.append((run.label, len(found.request.spec.fetches)))  # type: ignore[attr-defined]
+        return found
+
+    monkeypatch.setattr(Sweep, "call", call)
+    return made
+
+
+def test_large_outputs_are_fetched_once(either: Any, fetches: list[tuple[Any, int]]) -> None:
+    values = RNG.normal(size=(70_000, 5)).astype(np.float32)
+    maps = {"bad": {"Relu": "guided_rel"}, **MAPS, "none": {"Sigmoid": "ste"}}
+    done = {item.label: item for item in either.sweep(GRAPH, {"x": values}, maps, **WORDS)}
+    assert [item.label for item in done.values() if item.error] == ["bad", "none"]
+    # The second call is the first that succeeds.
+    assert fetches == [("bad", 2), ("own", 2), *((label, 0) for label in [*list(MAPS)[1:], "none"])]
+    for label, overrides in MAPS.items():
+        assert_equal_results(done[label].result, either.evaluate(GRAPH, {"x": values}, **WORDS, overrides=overrides))
+    assert done["lrp"].result.outputs is done["own"].result.outputs
+
+
+def test_small_outputs_and_those_of_params_are_fetched_by_each_call(
+    client: gr.Client, fetches: list[tuple[Any, int]]
+) -> None:
+    values = RNG.normal(size=(70_000, 5)).astype(np.float32)
+    list(client.sweep(GRAPH, {"x": X}, MAPS, **WORDS))
+    list(client.sweep(GRAPH, {"x": values}, overrides={"Relu": "relu_beta_smooth"}, params=[{}, {}], **WORDS))
+    assert [count for _, count in fetches] == [2] * 7
+
+
+def test_outputs_of_random_numbers_belong_to_their_gradients(either: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    noise = g.op("RandomUniform", g.op("Shape", x), dtype="float32", name="noise")
+    g.op("Mul", g.op("Tanh", x, name="t"), noise, name="y")
+    feeds = {"x": np.ones(400_000, np.float32)}
+    slopes = {slope: {"Tanh": gr.Rule(f"{slope} * dy")} for slope in (2, 3, 4)}
+    done = list(either.sweep(g, feeds, slopes, fetches="noise", ys="y", xs="x"))
+    assert [item.result.repeatable for item in done] == [False] * 3
+    for item in done:
+        np.testing.assert_array_equal(item.result.gradients["x"], item.label * item.result.outputs["noise"])
+    assert len({item.result.outputs["noise"][0] for item in done}) == 3
+    program = either.compile(g, ys="y", xs="x")
+    assert (program(feeds).repeatable, program.repeatable) == (False, False)
+    program.delete()
+
+
 def test_packed_values_are_those_of_packed_calls(either: Any) -> None:
     values = RNG.normal(size=(60_000, 5)).astype(np.float32)
     transfer = gr.Transfer(wire_dtype="bfloat16")
@@ -215,7 +268,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_loop_that_ends_early_starts_no_more_calls(client: gr.Client, calls: list[Any]) -> None:
     maps = [{"Relu": gr.Rule(f"{factor} * dy")} for factor in range(2, 30)]
-    for item in client.sweep(GRAPH, {"x": X}, maps, **WORDS, in_flight=3):
+    for item in client.sweep(GRAPH, {"x": X}, maps, ys="loss", xs="x", in_flight=3):
         assert item.label == 0
         break
     assert calls == [0, 1, 2]
@@ -227,8 +280,8 @@ def test_a_loop_of_asyncio_that_ends_early_starts_no_more_calls(server: RunningS
 
     async def run() -> None:
         async with gr.aio.connect(server.target) as client:
-            async for item in client.sweep(GRAPH, {"x": X}, maps, **WORDS, in_flight=3):
-                assert item.result.outputs["y"].shape == (3, 4)
+            async for item in client.sweep(GRAPH, {"x": X}, maps, ys="loss", xs="x", in_flight=3):
+                assert item.result.gradients["x"].shape == X.shape
                 break
 
     asyncio.run(run())

@@ -151,6 +151,7 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         overrides=resolutions,
         default_gradient_nodes=reply.default_gradient_nodes,
         rewritten=plan.rewritten,
+        draws_random=plan.draws_random,
         notes=plan.notes,
     )
     return link_pb2.FinishedProgram(program=program.SerializeToString(), tail=tail.SerializeToString())

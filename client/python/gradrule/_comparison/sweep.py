@@ -30,8 +30,9 @@ from gradrule._messages.call_arguments import (
 from gradrule._messages.feed_values import array_of
 from gradrule._messages.request_messages import Source, pairs, sent_graph
 from gradrule._messages.transfer_options import Transfer
-from gradrule._results.call_results import Result
+from gradrule._results.call_results import Result, with_outputs
 from gradrule.common import tensor_codec
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError, InvalidOverrideError, InvalidParamError
 
 T = TypeVar("T")
@@ -161,13 +162,34 @@ class Sweep:
         grad_ys = grad_ys_sent_once(arguments.grad_ys, arguments.ys, self._source, may_upload=may_upload)
         self._arguments = replace(arguments, grad_ys=grad_ys)
         self._uploaded: set[str] = set()
+        # Maps do not change outputs. Calls that differ in params are of one program, which has the fetches or not.
+        self._may_share = bool(arguments.fetches) and all(run.params is None for run in runs)
+        self._outputs: Mapping[str, Array] | None = None
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether no call may start before the outputs of the one that runs are known."""
+        return self._may_share and self._outputs is None
 
     def call(self, run: Run) -> rpc_calls.Call[Result]:
         """Returns the call of a run. Raises `GradruleError` for overrides or params that are not valid."""
         arguments = replace(self._arguments, overrides=run.overrides)
+        if self._outputs is not None:
+            arguments = replace(arguments, fetches=())
         return rpc_calls.evaluate(
             self._source, self._feeds, run.params, arguments, self._stacked_grad_ys, self._transfer
         )
+
+    def with_outputs(self, result: Result) -> Result:
+        """Returns the result of a call with outputs: those of an earlier call if this one did not fetch them."""
+        if self._outputs is not None:
+            return with_outputs(result, self._outputs)
+        if self._may_share:
+            size = sum(value.nbytes for value in result.outputs.values())
+            # A program without small fetches would be another than that of `evaluate`, and save little.
+            self._may_share = result.repeatable and size > MAX_INLINE_GRAPH
+            self._outputs = result.outputs if self._may_share else None
+        return result
 
     def not_uploaded(self, blobs: Mapping[str, Data]) -> dict[str, Data]:
         """Returns those blobs of a call, by SHA-256, that this did not return before."""

@@ -131,7 +131,11 @@ class ProgramBase:
         self._overrides = call_results.resolutions(message.overrides)
         # Answers of a compiled program omit the facts that the program's message contains.
         self._details = call_results.ProgramDetails(
-            dict(message.aliases), self._overrides, self.default_gradient_nodes, self.rewritten
+            dict(message.aliases),
+            self._overrides,
+            self.default_gradient_nodes,
+            self.rewritten,
+            message.draws_random,
         )
         self._encoder = ProgramEncoder(message)
         # Whether the user must still be warned of the notes.

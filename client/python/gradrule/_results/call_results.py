@@ -149,6 +149,7 @@ class ProgramDetails:
     overrides: Sequence[Resolution] | None = None
     default_gradient_nodes: Sequence[str] | None = None
     rewritten: Sequence[str] | None = None
+    draws_random: bool | None = None
 
 
 class Result:
@@ -163,6 +164,7 @@ class Result:
         default_gradient_nodes: Nodes on the path without an override; they keep TensorFlow's gradient.
         rewritten: Nodes that rewrites replaced.
         notes: Hints that the request may not compute what is wanted; `evaluate` warns of them. Empty for a program.
+        repeatable: Whether calls with equal feeds give equal outputs. False if the program draws random numbers.
         timings: Durations in seconds.
         device: Device that ran the program.
         batch_size: Number of examples that the server ran together with this call's; 0: the call ran alone.
@@ -209,6 +211,11 @@ class Result:
     @cached_property
     def notes(self) -> list[str]:
         return list(self._answer.rest.notes)
+
+    @property
+    def repeatable(self) -> bool:
+        drawn = self._details.draws_random
+        return not (self._answer.rest.draws_random if drawn is None else drawn)
 
     @cached_property
     def timings(self) -> Timings:
@@ -273,6 +280,13 @@ class Result:
         import gradrule as gr
 
         return gr.viz.plot_tensors(self, name, ax=ax)
+
+
+def with_outputs(result: Result, outputs: Mapping[str, Array]) -> Result:
+    """Returns a result of which only the outputs differ. The arrays are not copied."""
+    found = Result(result._answer, result._details, result._groups)
+    found.outputs = outputs
+    return found
 
 
 def gradients_by_x(

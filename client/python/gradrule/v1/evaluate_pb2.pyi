@@ -475,12 +475,15 @@ class EvaluateResponse(google.protobuf.message.Message):
     BATCH_SIZE_FIELD_NUMBER: builtins.int
     JIT_FIELD_NUMBER: builtins.int
     NOTES_FIELD_NUMBER: builtins.int
+    DRAWS_RANDOM_FIELD_NUMBER: builtins.int
     device: builtins.str
     """Device that ran the program, for example `CPU:0`."""
     batch_size: builtins.int
     """Number of examples (rows of axis 0) of all calls that ran together, including this one; 0 if this call ran alone."""
     jit: builtins.bool
     """True if XLA computed the answer, see Jit."""
+    draws_random: builtins.bool
+    """As in Program. Only for an inline program."""
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Values of the fetches, in the requested order, under the requested names."""
@@ -539,9 +542,10 @@ class EvaluateResponse(google.protobuf.message.Message):
         batch_size: builtins.int = ...,
         jit: builtins.bool = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
+        draws_random: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["digests", b"digests", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "jit", b"jit", "notes", b"notes", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "draws_random", b"draws_random", "gradients", b"gradients", "jacobians", b"jacobians", "jit", b"jit", "notes", b"notes", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
 
 global___EvaluateResponse = EvaluateResponse
 

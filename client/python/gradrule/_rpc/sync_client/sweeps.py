@@ -69,7 +69,8 @@ class SweepMethods(ClientBase):
             feeds: As in `evaluate`. Values of more than 1 MiB are sent once.
             maps: Override maps, each as `evaluate` takes it as `overrides`; None in their place: the graph's own
                 gradients. A dict gives each a label, in a list the label is the index.
-            fetches: As in `evaluate`.
+            fetches: As in `evaluate`. With maps, outputs of more than 1 MiB are fetched once, and the results share
+                the arrays, unless the graph draws random numbers.
             ys: As in `evaluate`.
             xs: As in `evaluate`.
             grad_ys: As in `evaluate`.
@@ -127,13 +128,13 @@ class SweepMethods(ClientBase):
         task = _progress.start(progress, "running", len(runs), "calls")
         try:
             while waiting or started:
-                while waiting and len(started) < in_flight:
+                while waiting and len(started) < (1 if sweep.must_wait else in_flight):
                     run = waiting.popleft()
                     started.append((run, self._start_run(sweep, run, pipeline, progress, timeout)))
                 run, error = started.popleft()
                 outcome: call_results.Result | GradruleError
                 try:
-                    outcome = pipeline.next_result() if error is None else error
+                    outcome = error or sweep.with_outputs(pipeline.next_result())
                 except GradruleError as refusal:
                     outcome = refusal
                 task.advance()
