@@ -242,6 +242,25 @@ def test_batch_norm_is_folded_for_all_maps(client: Any) -> None:
     assert not any(row.op_type == "FusedBatchNormV3" for row in found.rows)
 
 
+def test_large_feeds_are_sent_once_and_calls_are_reported(either: Any) -> None:
+    g = gr.Graph()
+    x, w = g.placeholder("x", "float32", [None, 4]), g.placeholder("w", "float32", [4])
+    g.reduce_sum(g.op("Tanh", x * w, name="t"), axis=[0, 1], name="y")
+    feeds: dict[str, Any] = {"x": RNG.normal(size=(70_000, 4)).astype(np.float32), "w": np.float32([1, -1, 0.5, 2])}
+    x64 = gr.Blob(feeds["x"].astype(np.float64))
+    reports: list[gr.ProgressReport] = []
+    maps = {"half": {"Tanh": gr.Rule("0.5 * default")}}
+    found = either.compare(g, feeds, ys="y", xs="w", overrides=maps, progress=reports.append)
+    # Finite differences run in float64.
+    assert either.find_missing_blobs([gr.Blob(feeds["x"]).sha256, x64.sha256]) == []
+    assert reports[-1].is_finished and {report.task for report in reports} == {"running"}
+    # Two maps are explained and evaluated; the forward runs four times, and twice for each element of w.
+    assert reports[-1].done == 2 * 2 + 4 + 2 * 4
+    by_label = {row.label: row for row in found.rows if row.is_x}
+    assert by_label["default"].from_finite_differences < 1e-5
+    assert by_label["half"].from_finite_differences == pytest.approx(0.5, abs=1e-4)
+
+
 def test_refusal_names_the_override_map(either: Any) -> None:
     with refused("UNKNOWN_RULE") as refusal:
         compared(either, {"good": {"Relu": "linearize"}, "bad": {"Relu": "linearise"}})

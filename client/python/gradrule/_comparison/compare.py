@@ -17,9 +17,10 @@ from gradrule._builder.notebook_text import html_block, html_line, html_table, n
 from gradrule._builder.overrides import Overrides
 from gradrule._comparison import numeric_gradients
 from gradrule._comparison.numeric_gradients import FiniteDifferences
+from gradrule._comparison.sweep import grad_ys_sent_once, sent_once
 from gradrule._messages import rpc_calls
 from gradrule._messages.call_arguments import Feeds, GradYs, Names, ProgramArguments, names_of
-from gradrule._messages.request_messages import sent_graph
+from gradrule._messages.request_messages import Source, sent_graph
 from gradrule._results.call_results import Explanation, Resolution, Result, Sparse
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.common.tensor_codec import Array
@@ -182,7 +183,7 @@ class _Run:
 class _Target:
     """Holds what every call of a comparison shares."""
 
-    graph: GraphLike
+    source: Source
     read: Graph
     feeds: Feeds | None
     ys: list[str]
@@ -219,14 +220,17 @@ def plan(
     """
     _check_labels(overrides)
     read = graph if isinstance(graph, Graph) else Graph.from_bytes(graph_bytes(graph))
-    target = _Target(graph, read, feeds, names_of(ys, graph), names_of(xs, graph), grad_ys, rewrites)
+    source = sent_graph(graph)
+    y_names, x_names = names_of(ys, graph), names_of(xs, graph)
+    kept = sent_once(feeds, source), grad_ys_sent_once(grad_ys, y_names, source)
+    target = _Target(source, read, kept[0], y_names, x_names, kept[1], rewrites)
     if not (target.ys and target.xs):
         raise InvalidDerivativeError("a comparison differentiates: give ys and xs")
     notes: list[str] = []
     runs: list[_Run] = []
     for label, chosen in {DEFAULT: None, **overrides}.items():
         run = _Run(label, chosen)
-        explained: Explanation = yield rpc_calls.explain(graph, feeds, None, target.arguments(chosen))
+        explained: Explanation = yield rpc_calls.explain(graph, target.feeds, None, target.arguments(chosen))
         try:
             _read(run, explained, label)
         except NoGradientError as refusal:
@@ -330,7 +334,7 @@ def _gradients(
 
 
 def _evaluate(target: _Target, run: _Run, between: Sequence[str]) -> rpc_calls.Call[Result]:
-    return rpc_calls.evaluate(sent_graph(target.graph), target.feeds, None, target.arguments(run.overrides, between))
+    return rpc_calls.evaluate(target.source, target.feeds, None, target.arguments(run.overrides, between))
 
 
 def _active(resolutions: Sequence[Resolution]) -> set[tuple[str, str, str]]:

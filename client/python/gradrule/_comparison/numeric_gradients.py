@@ -12,6 +12,7 @@ from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import ByName, bare
 from gradrule._builder.notebook_text import names_text, short_repr
+from gradrule._comparison.sweep import sent_once
 from gradrule._messages import rpc_calls
 from gradrule._messages.call_arguments import Feeds, GradYs, ProgramArguments, name_of_tensor
 from gradrule._messages.feed_values import tensor_message
@@ -102,10 +103,16 @@ class _Forward:
     ys: Sequence[str]
     dtype: str
 
+    def __post_init__(self) -> None:
+        self._source = sent_graph(self.graph)
+        # Each call changes one feed; the others are sent once.
+        feeds: dict[Any, Any] = {**self.feeds}
+        self._sent = sent_once(feeds, self._source)
+
     def run(self, changed: Mapping[str, Array] | None = None) -> rpc_calls.Call[Any]:
         """Returns the call that evaluates the ys; `changed` replaces feeds."""
-        feeds: dict[Any, Any] = {**self.feeds, **(changed or {})}
-        return rpc_calls.evaluate(sent_graph(self.graph), feeds, None, ProgramArguments(fetches=self.ys))
+        feeds: dict[Any, Any] = {**(self._sent or {}), **(changed or {})}
+        return rpc_calls.evaluate(self._source, feeds, None, ProgramArguments(fetches=self.ys))
 
 
 def measure(

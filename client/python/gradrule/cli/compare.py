@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
             grad_ys=dict(options.grad_y) or None,
             finite_differences=not options.no_finite_differences,
             rewrites=options.rewrite,
+            progress=output.shows_progress(),
         )
     if options.output is not None:
         _draw(found, options)

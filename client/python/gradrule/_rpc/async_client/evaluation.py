@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gradrule import _progress
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._comparison import compare
@@ -23,6 +24,7 @@ from gradrule._messages.call_arguments import (
 from gradrule._messages.feed_values import casting
 from gradrule._messages.request_messages import sent_graph
 from gradrule._messages.transfer_options import Transfer
+from gradrule._progress import Progress
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 
@@ -183,6 +185,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
         grad_ys: GradYs | None = None,
         finite_differences: bool = True,
         rewrites: Sequence[str] = (),
+        progress: Progress = None,
         timeout: float | None = None,
     ) -> Comparison:
         """Compares the gradients of a graph under several lists of overrides, its own, and finite differences.
@@ -196,6 +199,8 @@ class AsyncEvaluationMethods(AsyncClientBase):
             grad_ys: As in `evaluate`.
             finite_differences: Compute them too, with two evaluations for each element of a small x.
             rewrites: As in `evaluate`.
+            progress: A function that gets a `gr.ProgressReport` after each call; True: a bar, if standard error is a
+                terminal or this is a notebook.
             timeout: Seconds for each call; default: that of `connect`.
 
         Returns:
@@ -208,7 +213,8 @@ class AsyncEvaluationMethods(AsyncClientBase):
             GradruleError: A call failed; the message names the label.
         """
         steps = compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
-        return await self._follow(steps, timeout)
+        with _progress.start(progress, "running", None, "calls") as task:
+            return await self._follow(steps, timeout, task=task)
 
     async def jvp(
         self,

@@ -209,6 +209,7 @@ class ClientBase:
         progress: Progress = None,
         *,
         ends_at: float = math.inf,
+        task: _progress.Task = _progress.SILENT,
     ) -> R:
         """Runs the steps that a generator yields, sends it their outcomes, and returns its result.
 
@@ -217,6 +218,7 @@ class ClientBase:
             timeout: Seconds for each step; None: the client's.
             progress: As in `upload`.
             ends_at: The time at which the steps end, on the clock of `time.monotonic`. Uploads add to it.
+            task: Counts the steps.
         """
         try:
             step = next(steps)
@@ -225,6 +227,7 @@ class ClientBase:
                     ends_at += step.additional_s
                 try:
                     outcome = self._step(step, timeout, ends_at, progress)
+                    task.advance()
                 except GradruleError as refusal:
                     step = steps.throw(refusal)
                 else:
