@@ -54,7 +54,7 @@ class AsyncSweepMethods(AsyncClientBase):
         jit: Jit = "off",
         cast: bool = False,
         transfer: Transfer | None = None,
-        in_flight: int = 4,
+        in_flight: int = 2,
         progress: Progress = None,
         timeout: float | None = None,
     ) -> AsyncIterator[SweepResult]:

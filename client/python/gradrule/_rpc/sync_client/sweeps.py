@@ -55,7 +55,7 @@ class SweepMethods(ClientBase):
         jit: Jit = "off",
         cast: bool = False,
         transfer: Transfer | None = None,
-        in_flight: int = 4,
+        in_flight: int = 2,
         progress: Progress = None,
         timeout: float | None = None,
     ) -> Iterator[SweepResult]:
