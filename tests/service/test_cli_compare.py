@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib import image
 
 import gradrule as gr
-from gradrule.cli.failures import REFUSED, UNREACHABLE
+from gradrule.cli.failures import INTERRUPTED, REFUSED, UNREACHABLE
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
 
@@ -202,6 +204,22 @@ def test_sweep_shows_what_succeeded_and_reports_what_failed(shell: Shell) -> Non
     assert [item.get("error", {}).get("reason") for item in as_json.json["results"]] == [
         "UNKNOWN_RULE", None, "UNMATCHED_OVERRIDE",
     ]  # fmt: skip
+
+
+def test_an_interrupted_sweep_shows_and_writes_what_is_done(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gr.Client.sweep
+
+    def interrupted(self: gr.Client, *arguments: Any, **words: Any) -> Iterator[gr.SweepResult]:
+        results = iter(whole(self, *arguments, **words))
+        yield next(results)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gr.Client, "sweep", interrupted)
+    done = shell(*SWEEP, *THREE_MAPS, "--out", "done.npz")
+    assert done.code == INTERRUPTED
+    assert done.rows("own", "w") and not done.rows("half")
+    with np.load("done.npz") as arrays:
+        assert set(arrays.files) == {"own/outputs/y", "own/gradients/x", "own/gradients/w"}
 
 
 def test_sweep_ends_at_once_without_a_server(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,8 +70,9 @@ def run(options: argparse.Namespace) -> int:
     cases = _cases(options)
     graph = load_graph(options.graph)
     results: list[SweepResult] = []
+    interrupt: KeyboardInterrupt | None = None
     with connect(options) as client:
-        for done in client.sweep(
+        swept = client.sweep(
             graph,
             feeds(options),
             fetches=options.fetch,
@@ -84,10 +85,15 @@ def run(options: argparse.Namespace) -> int:
             rewrites=options.rewrite,
             progress=output.shows_progress(),
             **cases,
-        ):
-            results.append(done)
-            if isinstance(done.error, UnavailableError):
-                break
+        )
+        try:
+            for done in swept:
+                results.append(done)
+                if isinstance(done.error, UnavailableError):
+                    break
+        except KeyboardInterrupt as stop:
+            # What is done is shown and written.
+            interrupt = stop
     if options.out is not None:
         arrays = {
             f"{done.label}/{name}": array
@@ -101,6 +107,8 @@ def run(options: argparse.Namespace) -> int:
         output.print_json({"results": [_json(done, distances) for done in results]})
     else:
         _show(results, distances, "params" if options.param else "map")
+    if interrupt is not None:
+        raise interrupt
     _raise_failures(results)
     return 0
 
@@ -168,13 +176,17 @@ def _rows(done: SweepResult, distances: Distances) -> list[list[str]]:
     if done.error is not None:
         return [[done.label, "", "failed", "", "", ""]]
     result: Result = done.result
-    times = [f"{seconds * 1e3:.3g}" for seconds in (result.timings.compile, result.timings.run)]
+    times = [_ms_text(result.timings.compile), _ms_text(result.timings.run)]
     rows = []
     for x in result.gradients or [""]:
         norm, distance = distances.get((done.label, x), (None, None))
         missing = result.gradient_kinds[x].replace("_", " ") if x else ""
         rows.append([done.label, x, missing if norm is None else f"{norm:.6g}", output.percent_text(distance), *times])
     return rows
+
+
+def _ms_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.{3 if seconds < 1 else 6}g}"
 
 
 def _json(done: SweepResult, distances: Distances) -> dict[str, Any]:
