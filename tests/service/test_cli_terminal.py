@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import json
 import os
@@ -70,12 +71,18 @@ class Terminal:
 
     def parts(self) -> Iterator[str]:
         """Yields what the process writes, without escape sequences, until it ends."""
+        decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
         while True:
             try:
                 found = os.read(self._reader, 65536)
             except OSError:  # Linux reports the end of a pseudo-terminal as EIO.
                 return
-            yield _ESCAPES.sub("", found.decode(errors="replace")).replace("\r\n", "\n")
+            # A read may end within a character or an escape sequence.
+            text = rest + decoder.decode(found)
+            start = text.rfind("\x1b")
+            end = len(text) if start < 0 or _ESCAPES.match(text, start) else start
+            text, rest = text[:end], text[end:]
+            yield _ESCAPES.sub("", text).replace("\r\n", "\n")
 
     def close(self) -> None:
         self.process.kill()
