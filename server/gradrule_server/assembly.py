@@ -19,7 +19,7 @@ from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwt_verifier import JwtVerifier
 from gradrule_server.identity.token_file import TokenFile
 from gradrule_server.limits import QUOTA_RESOURCES, TENANT_RESOURCES, Limits
-from gradrule_server.link.operating_system import available_memory, memory_share
+from gradrule_server.link.operating_system import available_memory, engine_memory, memory_share
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.operations.operations import OperationsSettings
@@ -40,8 +40,9 @@ _log = logging.getLogger(__name__)
 # Logs show the beginning of a digest, which is enough to recognise it.
 _DIGEST_SHOWN = 16
 
-_MEMORY_PER_ENGINE = 768 * 1024 * 1024
-_MIN_ENGINES = 4
+# An idle engine with a small program takes 26 MiB; what engines really take is measured, see `EnginePool.memory_share`.
+_MEMORY_PER_ENGINE = 64 * 1024 * 1024
+_MIN_ENGINES, _MOST_ENGINES = 4, 128
 # Each engine needs some hundred MiB of GPU memory before it computes anything.
 _MAX_GPU_ENGINES = 8
 
@@ -173,8 +174,9 @@ def create_engine_pool(settings: Settings, blobs: BlobStore, on_change: Callable
     return EnginePool(
         options,
         engines=settings.engines,
-        max_engines=_max_engines(settings, available_memory() // _MEMORY_PER_ENGINE),
+        max_engines=_max_engines(settings, min(available_memory() // _MEMORY_PER_ENGINE, _MOST_ENGINES)),
         max_gpu_engines=_max_engines(settings, _MAX_GPU_ENGINES),
+        memory_share=_memory_of_all(settings, options.memory_limit),
         spares=settings.spares,
         heartbeat_s=settings.heartbeat_s,
         on_change=on_change,
@@ -314,6 +316,11 @@ def _memory_limit(settings: Settings) -> int:
     """Returns the memory limit of each engine in bytes; 0: no limit."""
     given = settings.memory_limit
     # One share for each process of one tenant: its engines for programs, one for sessions or a trial, and a compile
-    # worker. Processes of several tenants together can exceed the memory of the machine; the kernel then ends the
-    # largest engine, never the front end (see `engine.process`). Shares for all tenants would be too small to use.
+    # worker. Shares for all tenants would be too small to use, so the pool ends engines before processes of several
+    # tenants together exceed their share of the memory (see `EnginePool`).
     return memory_share(settings.engines + 2) if given == "auto" else int(given)
+
+
+def _memory_of_all(settings: Settings, limit: int) -> int:
+    """Returns the memory that engines of all tenants may take: room for one that reaches a limit as it was given."""
+    return engine_memory() if settings.memory_limit == "auto" else limit and max(limit, engine_memory())

@@ -45,7 +45,13 @@ async def test_audit_log_names_quarantined_program_and_reason(settings: Settings
 
 @pytest.mark.parametrize(
     ("flags", "gibibytes", "most", "most_on_gpu"),
-    [([], 24, 32, 8), ([], 1, 4, 8), (["--engines", "9"], 1, 10, 10), (["--max-engines", "5"], 24, 5, 5)],
+    [
+        ([], 24, 128, 8),
+        ([], 4, 64, 8),
+        ([], 1, 16, 8),
+        (["--engines", "19"], 1, 20, 20),
+        (["--max-engines", "5"], 24, 5, 5),
+    ],
 )
 async def test_default_number_of_engines_depends_on_memory_and_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], gibibytes: int, most: int, most_on_gpu: int

@@ -159,6 +159,11 @@ class Engine:
         return self._process.resident_bytes if self._process is not None else 0
 
     @property
+    def own_bytes(self) -> int:
+        """The last measured memory that its process shares with no other; 0: not measured yet."""
+        return self._process.own_bytes if self._process is not None else 0
+
+    @property
     def load(self) -> int:
         """The number of requests that run or wait."""
         connection = self._process.connection if self._process is not None else None
@@ -235,8 +240,8 @@ class Engine:
         if process.connection.is_closed:
             self._handle_end(process)
 
-    def remove(self) -> EngineProcess | None:
-        """Gives up the process. Returns it if it is idle; ends it otherwise."""
+    def remove(self, reason: EndReason = EndReason.OVERRUN) -> EngineProcess | None:
+        """Gives up the process. Returns it if it holds nothing and runs nothing; ends it for `reason` otherwise."""
         self.is_removed = True
         if self._filling is not None:
             self._filling.cancel()
@@ -246,8 +251,8 @@ class Engine:
             return None
         self.generation += 1
         process.connection.on_lost = process.connection.on_idle = None
-        if process.connection.running:
-            process.end(EndReason.OVERRUN)
+        if process.connection.running or self.kept:
+            process.end(reason)
             return None
         return process
 

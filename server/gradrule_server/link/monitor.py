@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import DEFAULT_TIMES, EngineProcess, EngineTimes
@@ -19,6 +22,11 @@ _log = logging.getLogger(__name__)
 _MEMORY_SLACK = 1.125
 # A shared mapping of memory without a name in a file system: its inode, and the KiB of it that lie in memory.
 _MEMORY_FILE = re.compile(r"^\S+ ..[-x]s \S+ \S+ (\d+) +/memfd:.*\n(?:(?!Rss:).*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
+# Memory that no other process has: unlike the private pages, those of the fork server have been written by a process.
+_PRIVATE = re.compile(r"^Private_Dirty:\s+(\d+) kB$", re.MULTILINE)
+# Page faults of a process after which its own memory is measured anew, at most every 2 s: that takes milliseconds.
+_FAULTS = 1024
+_OWN_PERIOD_S = 2.0
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -54,7 +62,15 @@ class EngineStatus:
 
 
 class EngineMonitor:
-    """Monitors processes while `run` runs. `heartbeat_s`: between pings; 0: none. `memory_limit`: bytes; 0: none."""
+    """Monitors processes while `run` runs.
+
+    Args:
+        processes: Returns the processes.
+        heartbeat_s: Between pings; 0: none.
+        memory_limit: Of each process, bytes; 0: none.
+        times: How long it waits for answers.
+        on_measured: Called when the memory of all processes was measured.
+    """
 
     def __init__(
         self,
@@ -62,8 +78,11 @@ class EngineMonitor:
         heartbeat_s: float,
         memory_limit: int,
         times: EngineTimes = DEFAULT_TIMES,
+        on_measured: Callable[[], None] = lambda: None,
     ) -> None:
         self._times = times
+        self._on_measured = on_measured
+        self._own: WeakKeyDictionary[EngineProcess, _OwnMemory] = WeakKeyDictionary()
         self._processes = processes
         self._heartbeat_s = heartbeat_s
         self._memory_limit = memory_limit
@@ -109,6 +128,7 @@ class EngineMonitor:
                 if self._memory_limit and process.resident_bytes > self._memory_limit * _MEMORY_SLACK:
                     _log.warning("engine %d takes %d bytes; ending it", process.pid, process.resident_bytes)
                     process.end(EndReason.MEMORY)
+            self._on_measured()
 
     async def _measure(self, process: EngineProcess) -> None:
         """Measures the memory of a process; exactly, which takes longer, if it may be over the limit."""
@@ -131,6 +151,44 @@ class EngineMonitor:
                 anonymous, still_shared = resident_sizes(process.pid)
                 shared = min(shared, still_shared)
         process.resident_bytes = anonymous + max(0, shared - exempt)
+        own = self._own.setdefault(process, _OwnMemory())
+        process.own_bytes = await own.measure(process.pid, anonymous) + max(0, shared - exempt)
+
+
+class _OwnMemory:
+    """Measures the anonymous memory that a process shares with no other: exactly if it has written to many pages."""
+
+    def __init__(self) -> None:
+        self._measured_at = self._faults = -1.0
+        self._shared = 0
+
+    async def measure(self, pid: int, anonymous: int) -> int:
+        """Returns the bytes. `anonymous`: the private memory of the process as `resident_sizes` returns it."""
+        faults, now = _page_faults(pid), time.monotonic()
+        is_new = self._faults < 0
+        if is_new or (faults - self._faults > _FAULTS and now - self._measured_at > _OWN_PERIOD_S):
+            self._measured_at, self._faults = now, faults
+            with contextlib.suppress(RuntimeError):
+                own = await asyncio.to_thread(own_bytes, pid)
+                self._shared = 0 if own is None else max(0, anonymous - own)
+        return max(0, anonymous - self._shared)
+
+
+def own_bytes(pid: int) -> int | None:
+    """Returns the bytes that only this process has in memory; None: unknown. Takes milliseconds, as `mapped_bytes`."""
+    try:
+        found = _PRIVATE.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def _page_faults(pid: int) -> int:
+    """Returns how often a process has written to a page for the first time; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[7])
+    except OSError:
+        return 0
 
 
 def resident_sizes(pid: int) -> tuple[int, int]:

@@ -105,9 +105,14 @@ def _checked(result: int) -> int:
     return result
 
 
+def engine_memory() -> int:
+    """Returns the memory that all engines and compile workers together may take. Bytes."""
+    return int(available_memory() * MEMORY_SHARES["engines"])
+
+
 def memory_share(engines: int) -> int:
-    """Returns the default memory limit of an engine: most of the available memory, divided by their number. Bytes."""
-    return max(_MIN_LIMIT, int(available_memory() * MEMORY_SHARES["engines"]) // engines)
+    """Returns the default memory limit of an engine: its part of the memory of `engines` engines. Bytes."""
+    return max(_MIN_LIMIT, engine_memory() // engines)
 
 
 def available_memory() -> int:

@@ -7,6 +7,7 @@ import contextlib
 import enum
 import functools
 import logging
+import statistics
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,16 @@ from gradrule_server.link.operating_system import OOM_KILLS
 from gradrule_server.link.process import DEFAULT_TIMES, EngineTimes, ProcessOptions, Spares
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.workers import CompileWorkers
-from gradrule_server.recovery.endings import engine_unavailable
+from gradrule_server.recovery.endings import EndReason, engine_unavailable
 
 _log = logging.getLogger(__name__)
 
 _FULL_RETRY_S = 1.0
 # Index of engines that run one call alone, to find out whether it crashes them.
 _TRIAL = -1
+# Memory of an engine that only starts, if no other engine says what an engine takes. Measured: 8 MiB, 26 MiB with a
+# small program.
+_NEW_ENGINE_BYTES = 32 << 20
 
 
 class Need(enum.Enum):
@@ -58,12 +62,16 @@ class EnginePool:
     idle. A tenant that uses its engine without a break loses it after its turn, once its running calls have ended.
     Sessions and forward handles hold engines, but never the last one, so that calls of all tenants get their turn.
 
+    The processes of all tenants together may take `memory_share`. No further engine is added if it would exceed that,
+    except one that can run calls of all tenants. If processes grow beyond it, some end; see `_order_of_eviction`.
+
     Args:
         options: How processes are started.
         engines: Engines for programs per tenant. This number is started at once, before any tenant needs them.
         spares: Number of processes that are kept ready.
         max_engines: Engines of all tenants together, without trials and spares.
         max_gpu_engines: The same if engines run on a GPU; None: `max_engines`.
+        memory_share: Memory that all processes together may take, bytes; 0: no limit.
         heartbeat_s: Engine health-check interval, seconds; 0 disables.
         on_change: Called with whether any engine takes work, whenever that changes.
         times: How long it waits for engines.
@@ -77,6 +85,7 @@ class EnginePool:
         spares: int = 1,
         max_engines: int = 32,
         max_gpu_engines: int | None = None,
+        memory_share: int = 0,
         heartbeat_s: float = 1.0,
         on_change: Callable[[bool], None] = lambda ready: None,
         times: EngineTimes = DEFAULT_TIMES,
@@ -85,6 +94,11 @@ class EnginePool:
         self._spares = Spares(options, spares, times)
         self._max_engines = max_engines
         self._max_gpu_engines = max_engines if max_gpu_engines is None else max_gpu_engines
+        self.memory_share = memory_share
+        """Memory that all processes together may take, bytes; 0: no limit."""
+        self.evictions: Counter[str] = Counter()
+        """How many engines were taken from tenants, by reason: `turn`, `memory` or `idle`."""
+        self._evicted_at: float | None = None
         self._ended: dict[int, Counter[str]] = {}
         self.per_tenant = engines
         """Most engines for programs that a tenant may have."""
@@ -103,7 +117,10 @@ class EnginePool:
         self._assigning: asyncio.Handle | None = None
         self._turn_timer: asyncio.TimerHandle | None = None
         self._device = options.device
-        self._monitor = EngineMonitor(lambda: self._spares.processes, heartbeat_s, options.memory_limit, times)
+        self._monitor = EngineMonitor(
+            lambda: self._spares.processes, heartbeat_s, options.memory_limit, times, self._check_memory
+        )
+        self._trials: set[Engine] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self.workers = CompileWorkers(self._spares, lambda: self.max_engines, times)
         """Processes that read graphs: at most as many as there may be engines, in addition to those."""
@@ -147,6 +164,18 @@ class EnginePool:
     def waiting_tenants(self) -> int:
         """The number of tenants that wait for an engine."""
         return len({waiting.owner for waiting in self._waiting.values()})
+
+    @property
+    def used_bytes(self) -> int:
+        """The memory of all processes that are not ending. What they share with the fork server counts once."""
+        processes = [process for process in self._spares.processes if not process.is_ending]
+        shared = max((process.resident_bytes - process.own_bytes for process in processes), default=0)
+        return shared + sum(process.own_bytes for process in processes)
+
+    @property
+    def last_eviction_s(self) -> float | None:
+        """Seconds since an engine in demand was taken from its tenant, for `turn` or `memory`; None: never."""
+        return None if self._evicted_at is None else asyncio.get_running_loop().time() - self._evicted_at
 
     @property
     def ended(self) -> Mapping[int, Mapping[str, int]]:
@@ -257,7 +286,7 @@ class EnginePool:
             return None
         engine = self._claim(owner)
         if engine is None:
-            if self._waiting or len(self.engines) >= self.max_engines:
+            if self._waiting or self._is_full(Need.PROGRAMS):
                 return None
             engine = self._add(owner, Use.PROGRAMS)
             engine.start()
@@ -267,7 +296,7 @@ class EnginePool:
         """Returns an extra engine for a tenant until `release`; None if it has one, or no process is ready."""
         if any(engine.is_extra for engine in self.engines_for(owner)):
             return None
-        if self._waiting or len(self.engines) >= self.max_engines:
+        if self._waiting or self._is_full(Need.PROGRAMS):
             return None
         process = self._spares.take_now()
         if process is None:
@@ -286,9 +315,11 @@ class EnginePool:
         """Provides an engine that runs one call of a tenant alone, and is ended afterwards."""
         engine = Engine(_TRIAL, None, owner=owner, use=Use.TRIAL, times=self._times)
         engine.install(await self._spares.take())
+        self._trials.add(engine)
         try:
             yield engine
         finally:
+            self._trials.discard(engine)
             self._end(engine)
 
     def _claim(self, owner: str) -> Engine | None:
@@ -368,7 +399,8 @@ class EnginePool:
         sessions = sum(engine.use is Use.SESSIONS for engine in self.engines)
         held = f"sessions hold {sessions}, forward handles {self.held - sessions}"
         if need is Need.PROGRAMS or self.held < self.max_held:
-            full = f"all {self.max_engines} engines (--max-engines) are in use: {held}, calls of tenants the others"
+            limit = "--max-engines" if len(self.engines) >= self.max_engines else "no memory is left for more"
+            full = f"all {len(self.engines)} engines ({limit}) are in use: {held}, calls of tenants the others"
         else:
             full = f"{held} engines, which are all that they may hold of {self.max_engines} (--max-engines)"
         return error(
@@ -439,7 +471,7 @@ class EnginePool:
             return True
         replaces_session = need is not Need.PROGRAMS and self.held >= self.max_held
         replaced = None
-        if replaces_session or len(self.engines) >= self.max_engines:
+        if replaces_session or self._is_full(need):
             free = [
                 engine
                 for engine in self.engines
@@ -450,12 +482,85 @@ class EnginePool:
             if not free:
                 return False
             replaced = min(free, key=functools.partial(self._order_of_replacement, owner))
+            self._count_eviction(replaced, "turn")
             self._take_out(replaced)
         if need is not Need.HANDLE:
             self._add(owner, Use.PROGRAMS if need is Need.PROGRAMS else Use.SESSIONS).start()
         if replaced is not None:
             self._changed(replaced)
         return True
+
+    def _is_full(self, need: Need) -> bool:
+        """Returns whether no engine may be added: because of their number, or because of their memory."""
+        if len(self.engines) >= self.max_engines:
+            return True
+        if not self.memory_share or (
+            need is Need.PROGRAMS and all(engine.use is Use.SESSIONS or engine.kept for engine in self.engines)
+        ):
+            return False
+        known = [engine.own_bytes for engine in self.engines if engine.own_bytes and engine.owner is not None]
+        usual = statistics.median(known) if known else _NEW_ENGINE_BYTES
+        coming = 1 + sum(engine.owner is not None and not engine.own_bytes for engine in self.engines)
+        return self.used_bytes + coming * usual > self.memory_share
+
+    def _check_memory(self) -> None:
+        """Ends processes while all together take more memory than their share; then lets waiting tenants try again."""
+        excess = self.used_bytes - self.memory_share if self.memory_share else 0
+        while excess > 0:
+            found = [*self.engines, *self.workers.workers, *self._trials]
+            found = [engine for engine in found if engine.owner is not None and engine.own_bytes]
+            taken: Counter[str] = Counter()
+            for engine in found:
+                taken[engine.owner or ""] += engine.own_bytes
+            chosen = min(found, key=functools.partial(self._order_of_eviction, taken), default=None)
+            if chosen is None or (len(taken) == 1 and not self._is_unused(chosen)):
+                # A tenant alone is limited by the limit of each engine.
+                break
+            _log.warning(
+                "engines take %d bytes more than their share of the memory; ending engine %d of tenant %s, with %d",
+                *(excess, chosen.pid, chosen.owner, chosen.own_bytes),
+            )
+            excess -= chosen.own_bytes
+            if chosen.use is Use.COMPILE:
+                self.workers.end(chosen, EndReason.EVICTED)
+                continue
+            self._count_eviction(chosen, "memory")
+            if chosen in self._trials:
+                self._trials.discard(chosen)
+                self._end(chosen, EndReason.EVICTED)
+            else:
+                self._remove(chosen, EndReason.EVICTED)
+        self._schedule_assignment()
+
+    def _order_of_eviction(self, taken: Mapping[str, int], engine: Engine) -> tuple[float, ...]:
+        """Returns a key: the engine with the smallest one ends first when memory is short.
+
+        First come idle compile workers, and engines that were idle for long. Then come those of the tenants that take
+        more than their fair share, idle or not, the largest tenant first; there is always one unless sessions and
+        forward handles take the memory, which are spared as long as their tenant takes less than half of it. Then come
+        idle engines, and last what is in use.
+
+        Args:
+            taken: The bytes that each tenant takes.
+            engine: The engine.
+        """
+        is_idle = self._is_unused(engine)
+        long_ago = asyncio.get_running_loop().time() - self._times.scarce_idle_s
+        size = taken[engine.owner or ""]
+        if is_idle and (engine.use is Use.COMPILE or engine.used_at < long_ago):
+            return 0, engine.used_at
+        if size > self.memory_share / (2 if engine.kept else len(taken)):
+            return 1, -size, not is_idle, -engine.own_bytes
+        return (2, engine.used_at) if is_idle else (3, -size)
+
+    def _is_unused(self, engine: Engine) -> bool:
+        """Returns whether ending an engine or a compile worker would lose nothing but time."""
+        return engine in self.workers.idle or (engine.is_idle and engine.use in (Use.PROGRAMS, Use.SESSIONS))
+
+    def _count_eviction(self, engine: Engine, reason: str) -> None:
+        if engine.owner is not None:
+            self.evictions[reason] += 1
+            self._evicted_at = self._evicted_at if reason == "idle" else asyncio.get_running_loop().time()
 
     def _is_turn_over(self, engine: Engine) -> bool:
         return (
@@ -522,24 +627,23 @@ class EnginePool:
             idle = [engine for engine in self.engines if engine.is_idle and engine.used_at < since]
             surplus = sum(engine.use is Use.PROGRAMS for engine in self.engines) - self.per_tenant
             for engine in sorted(idle, key=lambda engine: engine.used_at):
-                if engine.use is Use.SESSIONS:
-                    self._remove(engine)
-                elif engine.use is Use.PROGRAMS and surplus > 0:
-                    surplus -= 1
+                if engine.use is Use.SESSIONS or (engine.use is Use.PROGRAMS and surplus > 0):
+                    surplus -= engine.use is Use.PROGRAMS
+                    self._count_eviction(engine, "idle")
                     self._remove(engine)
 
-    def _remove(self, engine: Engine) -> None:
-        """Ends an engine that is not in use."""
-        self._take_out(engine)
+    def _remove(self, engine: Engine, reason: EndReason = EndReason.OVERRUN) -> None:
+        """Ends an engine; for `reason` if it is in use."""
+        self._take_out(engine, reason)
         self._changed(engine)
 
-    def _take_out(self, engine: Engine) -> None:
+    def _take_out(self, engine: Engine, reason: EndReason = EndReason.OVERRUN) -> None:
         self.engines.remove(engine)
-        self._end(engine)
+        self._end(engine, reason)
 
-    def _end(self, engine: Engine) -> None:
+    def _end(self, engine: Engine, reason: EndReason = EndReason.OVERRUN) -> None:
         """Ends an engine's process. It has run one tenant's work, so no other tenant may get it."""
-        process = engine.remove()
+        process = engine.remove(reason)
         self._report_removed(engine)
         if process is not None:
             closing = asyncio.create_task(process.stop(), name="engine-stop")

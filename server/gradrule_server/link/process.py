@@ -78,6 +78,8 @@ class EngineTimes:
     """Between two measurements of memory."""
     idle_s: float = 600.0
     """Until an idle engine is ended. Its programs are compiled again when its tenant comes back."""
+    scarce_idle_s: float = 60.0
+    """Until an idle engine may be ended before those of tenants that use more memory, if memory is short."""
     idle_period_s: float = 15.0
     """Between two searches for idle engines."""
     worker_slow_s: float = 0.25
@@ -130,6 +132,8 @@ class EngineProcess:
     """Bytes; 0: none."""
     resident_bytes: int = 0
     """Its memory at the last measurement."""
+    own_bytes: int = 0
+    """The part of it that no other process has: a forked process shares pages until it writes to them."""
     crash_report: CrashReport = field(default_factory=CrashReport)
     _ended_for: EndReason | None = None
     _end_task: asyncio.Task[EngineEnd] | None = None

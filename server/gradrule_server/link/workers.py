@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.process import DEFAULT_TIMES, EngineTimes, Spares
+from gradrule_server.recovery.endings import EndReason
 
 # Metrics leave out engines with this index.
 _WORKER = -2
@@ -69,6 +70,11 @@ class CompileWorkers:
         """The number of workers that work on a task, or that are being ended because its caller gave up."""
         return len(self._busy)
 
+    @property
+    def idle(self) -> list[Engine]:
+        """The workers without a task."""
+        return [worker for worker in self.workers if worker not in self._busy]
+
     @contextlib.asynccontextmanager
     async def hold(self, owner: str) -> AsyncIterator[Engine]:
         """Provides a worker for a task of a tenant. A task that still runs after the context ends within 0.25 s."""
@@ -90,17 +96,17 @@ class CompileWorkers:
         workers, self.workers = self.workers, []
         await asyncio.gather(*(worker.stop() for worker in workers), *self._closing)
 
-    def end(self, worker: Engine) -> None:
-        """Ends a worker, even if it is busy."""
+    def end(self, worker: Engine, reason: EndReason = EndReason.OVERRUN) -> None:
+        """Ends a worker, even if it is busy; then for `reason`."""
         if worker in self.workers:
-            self._forget(worker)
+            self._forget(worker, reason)
             self._assign()
 
-    def _forget(self, worker: Engine) -> None:
+    def _forget(self, worker: Engine, reason: EndReason = EndReason.OVERRUN) -> None:
         self.workers.remove(worker)
         self._busy.pop(worker, None)
         self._first_bytes.pop(worker, None)
-        process = worker.remove()
+        process = worker.remove(reason)
         if process is not None:
             closing = asyncio.create_task(process.stop(), name="worker-stop")
             self._closing.add(closing)
@@ -147,10 +153,9 @@ class CompileWorkers:
         if len(own) >= _PER_TENANT or any(self._busy[worker] > slow for worker in own):
             return None
         if len(self.workers) >= self._most():
-            others = [worker for worker in self.workers if worker not in self._busy]
-            if not others:
+            if not self.idle:
                 return None
-            self._forget(min(others, key=lambda worker: worker.used_at))
+            self._forget(min(self.idle, key=lambda worker: worker.used_at))
         worker = Engine(
             _WORKER,
             self._spares,

@@ -272,6 +272,14 @@ def _engines(snapshot: Snapshot) -> Iterator[Metric]:
         holders.add_metric([holder], held[holder])
     yield holders
     yield _gauge("engines_limit", "Most engines of all tenants.", snapshot.max_engines)
+    evictions = CounterMetricFamily(
+        "gradrule_engine_evictions", "Engines that were taken from their tenants.", labels=["reason"]
+    )
+    for reason in ("turn", "memory", "idle"):
+        evictions.add_metric([reason], snapshot.evictions.get(reason, 0))
+    yield evictions
+    yield _gauge("engines_memory_bytes", "Memory of all engines and compile workers.", snapshot.used_bytes)
+    yield _gauge("engines_memory_limit_bytes", "Most memory of these; 0: no limit.", snapshot.memory_share)
     yield _gauge("engine_waiting_tenants", "Tenants that wait for their turn on an engine.", snapshot.waiting_tenants)
     helpers = CounterMetricFamily(
         "gradrule_helper_restarts", "Helper processes that ended unexpectedly.", labels=["helper", "reason"]

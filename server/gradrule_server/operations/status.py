@@ -53,6 +53,26 @@ class Engines(Protocol):
         ...
 
     @property
+    def evictions(self) -> Mapping[str, int]:
+        """How many engines were taken from their tenants, by reason: `turn`, `memory` or `idle`."""
+        ...
+
+    @property
+    def last_eviction_s(self) -> float | None:
+        """Seconds since an engine was taken for `turn` or `memory`; None: never."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of engines, spares and compile workers."""
+        ...
+
+    @property
+    def memory_share(self) -> int:
+        """Most bytes that these may take; 0: no limit."""
+        ...
+
+    @property
     def ended(self) -> Mapping[int, Mapping[str, int]]:
         """How often an engine has ended, by its index and the reason; includes engines that no longer exist."""
         ...
@@ -196,6 +216,10 @@ class Snapshot:
     blob_cache: BlobCache
     max_engines: int
     waiting_tenants: int
+    evictions: Mapping[str, int]
+    last_eviction_s: float | None
+    used_bytes: int
+    memory_share: int
     helper_ends: Mapping[str, Mapping[str, int]]
 
 
@@ -217,6 +241,10 @@ def take_snapshot(sources: Sources) -> Snapshot:
         sources.blob_cache(),
         sources.engines.max_engines,
         sources.engines.waiting_tenants,
+        dict(sources.engines.evictions),
+        sources.engines.last_eviction_s,
+        sources.engines.used_bytes,
+        sources.engines.memory_share,
         {helper: dict(counts) for helper, counts in sources.helper_ends().items()},
     )
 
@@ -238,12 +266,20 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
             waiting=found.workers.waiting,
             resident_bytes=found.workers.resident_bytes,
         ),
+        engine_use=admin_pb2.EngineUse(
+            evictions=found.evictions,
+            waiting_tenants=found.waiting_tenants,
+            engines=admin_pb2.Usage(used=len(found.engines), limit=found.max_engines),
+            memory_bytes=admin_pb2.Usage(used=found.used_bytes, limit=found.memory_share),
+        ),
         host=socket.gethostname(),
         registry=admin_pb2.RegistryStatus(
             database=found.registry.database, problem=found.registry.problem, blobs=found.registry.blobs
         ),
     )
     _set_seconds(status.uptime, uptime_s)
+    if found.last_eviction_s is not None:
+        _set_seconds(status.engine_use.since_eviction, found.last_eviction_s)
     if found.registry.unavailable_s is not None:
         _set_seconds(status.registry.unavailable_for, found.registry.unavailable_s)
     _add_engines(status, found)

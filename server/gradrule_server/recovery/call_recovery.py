@@ -240,7 +240,7 @@ class CallRecovery(Generic[EngineT]):
     async def _event_of_loss(self, state: CallState, lost: EngineLost, workload: Workload) -> Event:
         """Classifies the loss of an engine."""
         self._patience_s = _PATIENCE_S
-        if lost.engine_end.reason is EndReason.KILLED:
+        if lost.engine_end.reason in (EndReason.KILLED, EndReason.EVICTED):
             self._kills += 1
             if self._kills > _MAX_KILLED:
                 return Event.TRIED_TOO_OFTEN

@@ -42,6 +42,8 @@ class EndReason(enum.StrEnum):
     """The front end ended it: it stopped answering pings."""
     FULL = "full"
     """The front end ended it: it had no memory left for a program, and a new process has."""
+    EVICTED = "evicted"
+    """The front end ended it: the engines of all tenants took too much memory, and those of its tenant the most."""
     KILLED = "killed"
     """Another process sent SIGKILL or SIGTERM."""
     STOPPED = "stopped"
@@ -103,7 +105,7 @@ class ProgramNotLoaded(GradruleError):
 
 @dataclass(kw_only=True)
 class EngineLost(GradruleError):
-    """The engine ended before it answered. ENGINE_CRASHED, MEMORY_EXCEEDED.
+    """The engine ended before it answered. ENGINE_CRASHED, MEMORY_EXCEEDED, OVERLOADED.
 
     Attributes:
         engine_end: How the engine ended.
@@ -146,9 +148,19 @@ def lost_before_start() -> EngineLost:
 def lost_while_running(engine_end: EngineEnd, crash_report: CrashReport, *, ran_alone: bool) -> EngineLost:
     """Returns the error of a request that was running when its engine ended. See `EngineLost`."""
     reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {engine_end}"
+    retry_after_s = None
     if engine_end.reason is EndReason.MEMORY:
         reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {engine_end}"
-    return EngineLost([Finding(reason, message)], engine_end=engine_end, ran_alone=ran_alone, crash_report=crash_report)
+    elif engine_end.reason is EndReason.EVICTED:
+        reason, retry_after_s = errors_pb2.ERROR_REASON_OVERLOADED, _RETRY_AFTER_S
+        message = f"the engine was ended: {engine_end}; send the request again later, or a smaller batch"
+    return EngineLost(
+        [Finding(reason, message)],
+        retry_after_s,
+        engine_end=engine_end,
+        ran_alone=ran_alone,
+        crash_report=crash_report,
+    )
 
 
 _DESCRIPTIONS = {
@@ -156,6 +168,7 @@ _DESCRIPTIONS = {
     EndReason.OVERRUN: "it was ended because a call overran its deadline",
     EndReason.HEARTBEAT: "it was ended because it answered nothing any more",
     EndReason.STOPPED: "it was stopped",
+    EndReason.EVICTED: "engines took more memory than the server has for them, and those of this tenant took the most",
     EndReason.FULL: "it had no memory left for another program",
 }
 _SIGNALS_OF_FAILED_ALLOCATIONS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)

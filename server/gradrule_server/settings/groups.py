@@ -213,7 +213,7 @@ class Engines(SettingsGroup):
     max_engines: Literal["auto"] | PositiveInt = Field(
         "auto",
         description="Maximum number of engines of all tenants, without spares and trial engines; auto: one per "
-        "768 MiB of memory and at least 4, on a GPU 8.",
+        "64 MiB of memory, 4 to 128, on a GPU 8. Fewer start if memory is short.",
     )
     spares: int = Field(
         1, ge=0, description="Engines kept ready for new tenants and as replacements of crashed ones; 0 disables."

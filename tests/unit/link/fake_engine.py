@@ -71,7 +71,7 @@ class FakeProcess:
     """A process that ends when the test says so."""
 
     pid = 4711
-    resident_bytes = 0
+    resident_bytes = own_bytes = 0
     arenas: Arenas | None = None
     started_at = 0.0
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from gradrule_server.link import monitor
 from gradrule_server.link.arena import Arenas
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.monitor import EngineMonitor, resident_sizes
@@ -144,6 +145,29 @@ def test_resident_sizes_are_those_of_the_process(code: str) -> None:
     with _child(code) as pid:
         assert 200_000_000 <= sum(resident_sizes(pid)) < 240_000_000
     assert resident_sizes(pid) == (0, 0)
+
+
+async def test_memory_that_a_fork_shares_is_not_its_own_until_it_writes_to_it(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "_OWN_PERIOD_S", 0.0)
+    code = (
+        "import os, sys; kept = bytearray(b'a' * 100_000_000); parent = os.getpid(); pid = os.fork();"
+        "print(pid, flush=True) if pid else (sys.stdin.readline(), kept.__setitem__(slice(None), b'b' * 100_000_000),"
+        "sys.stdin.read());"
+    )
+    command = [sys.executable, "-c", code + "os.waitpid(pid, 0) if pid else None"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        process, _ = watched(heartbeat_s=0)
+        process.pid = int(child.stdout.readline())
+        assert await _within(5, lambda: process.own_bytes)
+        assert process.resident_bytes >= 100_000_000
+        assert process.own_bytes < 40_000_000
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert await _within(5, lambda: process.own_bytes >= 100_000_000)
 
 
 async def test_arenas_do_not_count_and_other_shared_memory_does(watched: Watched) -> None:

@@ -20,9 +20,9 @@ from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.monitor import EngineMonitor
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import EngineRefused, EngineTimes, ProcessOptions
-from gradrule_server.link.request_scheduler import EngineRequest
+from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.recovery.endings import EngineLost
+from gradrule_server.recovery.endings import EndReason, EngineLost
 from tests.unit.link.fake_engine import CRASH, FakeProcess, Starter
 
 _TIMES = EngineTimes(retry_delay_s=0.01, provide_s=0.1, turn_s=0.01)
@@ -755,4 +755,151 @@ async def test_what_xla_compiled_when_an_engine_ended_is_not_compiled_again(star
     notices = [payload for kind, _, payload in starter.transports[1].sent if kind is Kind.JIT_NOTICE]
     assert [link_pb2.JitNotice.FromString(payload).key for payload in notices] == ["bad"]
     assert pool.status()[0].jit_programs == 0
+    await pool.stop()
+
+
+_SHARED = 200
+"""Bytes that the processes of these tests share with the fork server."""
+
+
+def _take_memory(starter: Starter, engine: Engine, own: int) -> None:
+    process = _process(starter, engine)
+    process.own_bytes, process.resident_bytes = own, own + _SHARED
+
+
+async def _pool_with_memory(starter: Starter, share: int, **taken: int) -> EnginePool:
+    """Returns a pool in which each tenant has an engine that takes so many bytes; all were used just now."""
+    pool = _pool(memory_share=share, spares=0, times=replace(_TIMES, memory_period_s=3600, turn_s=0.05))
+    await pool.start()
+    for owner, own in taken.items():
+        await pool.provide(owner, _deadline())
+        _take_memory(starter, pool.engines_for(owner)[0], own)
+    return pool
+
+
+def _owners(pool: EnginePool) -> list[str | None]:
+    return [engine.owner for engine in pool.engines]
+
+
+async def test_engines_are_added_while_memory_is_left_for_one_like_the_others(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=200, b=200, c=200)
+    assert pool.used_bytes == 800
+    await pool.provide("d", _deadline())
+    assert len(pool.engines) == 4
+    assert not pool.evictions
+    _take_memory(starter, pool.engines_for("d")[0], 1)
+    # There are 199 bytes left.
+    pool.engines_for("a")[0].used_at -= 1
+    await pool.provide("e", _deadline())
+    assert _owners(pool) == ["b", "c", "d", "e"]
+    assert pool.evictions == {"turn": 1}
+    assert (pool.last_eviction_s or 0) > 0
+    await pool.stop()
+
+
+async def test_a_tenant_without_room_in_memory_is_told_so(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=800)
+    work = pool.engines_for("a")[0].submit(Kind.RUN, b"work")
+    with pytest.raises(GradruleError, match=r"all 1 engines \(no memory is left for more\) are in use"):
+        await pool.provide("b", _deadline(0.05))
+    _answer(starter, pool.engines_for("a")[0], work)
+    await pool.provide("b", _deadline())
+    assert _owners(pool) == ["b"]
+    await pool.stop()
+
+
+async def test_sessions_that_take_all_memory_leave_an_engine_for_calls(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=100)
+    sessions = await pool.session_engine("a", _deadline())
+    sessions.add_kept(sessions.generation, 1)
+    _take_memory(starter, sessions, 800)
+    pool._remove(pool.engines_for("a")[0])
+    await pool.provide("b", _deadline())
+    assert _owners(pool) == ["a", "b"]
+    pool.engines_for("b")[0].submit(Kind.RUN, b"work")
+    with pytest.raises(GradruleError, match="no memory is left"):
+        await pool.session_engine("b", _deadline(0.05))
+    await pool.stop()
+
+
+async def test_the_largest_tenant_loses_its_engine_when_memory_is_short_even_if_it_is_in_use(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=100, b=100, c=100)
+    (large,) = pool.engines_for("b")
+    work = large.submit(Kind.RUN, b"work")
+    process = _process(starter, large)
+    _take_memory(starter, large, 700)
+    pool._check_memory()
+    assert _owners(pool) == ["a", "c"]
+    assert process.ended_with is not None
+    assert process.ended_with.reason is EndReason.EVICTED
+    assert isinstance(work.answer.exception(), ConnectionLost)
+    assert pool.evictions == {"memory": 1}
+    pool._check_memory()
+    assert _owners(pool) == ["a", "c"]
+    await pool.stop()
+
+
+async def test_engines_that_were_idle_for_long_end_first_when_memory_is_short(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=100, b=100, c=100, d=100)
+    _take_memory(starter, pool.engines_for("c")[0], 600)
+    for owner, idle_s in (("a", 200), ("b", 300)):
+        pool.engines_for(owner)[0].used_at -= idle_s
+    pool._check_memory()
+    assert _owners(pool) == ["a", "c", "d"]
+    await pool.stop()
+
+
+async def test_idle_compile_workers_end_before_engines_when_memory_is_short(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=100, b=600)
+    async with pool.workers.hold("a") as busy:
+        _take_memory(starter, busy, 100)
+        async with pool.workers.hold("b") as idle:
+            _take_memory(starter, idle, 100)
+        pool._check_memory()
+        assert pool.workers.workers == [busy]
+    assert _owners(pool) == ["a", "b"]
+    assert not pool.evictions
+    await pool.stop()
+
+
+async def test_a_session_is_spared_when_memory_is_short_unless_its_tenant_takes_half(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=100, b=100)
+    sessions = await pool.session_engine("c", _deadline())
+    sessions.add_kept(sessions.generation, 1)
+    _take_memory(starter, sessions, 450)
+    _take_memory(starter, pool.engines_for("a")[0], 280)
+    pool._check_memory()
+    assert _owners(pool) == ["b", "c"]
+    _take_memory(starter, sessions, 780)
+    pool._check_memory()
+    assert _owners(pool) == ["b"]
+    await pool.stop()
+
+
+async def test_a_trial_ends_too_when_its_tenant_takes_the_most_memory(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=100)
+    async with pool.alone("b") as trial:
+        _take_memory(starter, trial, 900)
+        work = trial.submit(Kind.RUN, b"work")
+        pool._check_memory()
+        assert isinstance(work.answer.exception(), ConnectionLost)
+    assert _owners(pool) == ["a"]
+    await pool.stop()
+
+
+async def test_a_tenant_alone_may_use_all_memory_that_its_limits_allow(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=100)
+    (engine,) = pool.engines
+    work = engine.submit(Kind.RUN, b"work")
+    _take_memory(starter, engine, 2000)
+    pool._check_memory()
+    assert pool.engines == [engine]
+    assert not work.ended
+    await pool.stop()
+
+
+async def test_memory_is_not_limited_without_a_share(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 0, a=1 << 40, b=1 << 40)
+    pool._check_memory()
+    assert _owners(pool) == ["a", "b"]
     await pool.stop()

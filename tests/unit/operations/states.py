@@ -49,6 +49,10 @@ class Engines:
     spares_ready: int = 1
     max_engines: int = 21
     waiting_tenants: int = 3
+    evictions: Mapping[str, int] = field(default_factory=lambda: {"turn": 4, "idle": 1})
+    last_eviction_s: float | None = 7.5
+    used_bytes: int = 3 << 20
+    memory_share: int = 5 << 20
 
     def status(self) -> Sequence[EngineStatus]:
         return self.engines

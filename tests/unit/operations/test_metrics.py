@@ -67,6 +67,9 @@ def test_gauges_show_the_last_state() -> None:
     assert value(metrics, "engine_spares") == 1
     assert value(metrics, "engines", holder="programs") == 2
     assert [value(metrics, name) for name in ("engines_limit", "engine_waiting_tenants")] == [21, 3]
+    reasons = ("turn", "memory", "idle")
+    assert [value(metrics, "engine_evictions_total", reason=reason) for reason in reasons] == [4, 0, 1]
+    assert [value(metrics, f"engines_memory_{name}") for name in ("bytes", "limit_bytes")] == [3 << 20, 5 << 20]
     assert value(metrics, "helper_restarts_total", helper="fork_server", reason="killed") == 2
     assert value(metrics, "helper_restarts_total", helper="gateway", reason="crash") == 1
     figures = ("compile_workers", "compile_workers_busy", "compile_waiting_tasks", "compile_workers_resident_bytes")

@@ -33,6 +33,9 @@ def test_client_reads_the_whole_status() -> None:
     assert (found.spare_engines, found.requests) == (1, Usage(4, 256))
     workers = found.compile_workers
     assert (workers.count, workers.busy, workers.waiting, workers.resident_bytes) == (3, 2, 1, 1 << 20)
+    use = found.engine_use
+    assert (use.evictions, use.since_eviction, use.waiting_tenants) == ({"turn": 4, "idle": 1}, 7.5, 3)
+    assert (use.engines, use.memory_bytes) == (Usage(2, 21), Usage(3 << 20, 5 << 20))
     assert found.host == socket.gethostname()
     assert found.registry == RegistryStatus("postgresql://gradrule@db/gradrule", "", None, "s3://bucket/blobs")
     (cache,) = found.caches
@@ -69,6 +72,7 @@ def test_status_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("gradrule 1.2.3 at host:1", "TensorFlow 2.21.0", "ready", "up 1 h 1 min", "4 of 256 requests", "1 spare"),
         ("0", "CPU:0", "4711", "ready", "1.0 GiB"),
         ("1", "GPU:0", "starting", "crash 2, memory 1"),
+        ("2 of 21", "3.0 MiB of 5.0 MiB", "3", "idle 1, turn 4", "7 s ago"),
         ("3", "2", "1", "1.0 MiB"),
         ("programs", "3 of 256", "1000 B of 2.0 KiB"),
         ("[red]evil[2J", "99"),

@@ -137,6 +137,28 @@ class RegistryStatus:
     blobs: str
 
 
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """Describes the use of the engines of all tenants; old servers report zeros.
+
+    If there are not enough engines, they are taken from tenants, whose programs have to be compiled again.
+
+    Attributes:
+        evictions: Number of engines that were taken from their tenants, by reason: `turn` (another tenant waited),
+            `memory` (all engines together exceeded their memory) or `idle` (not used for ten minutes).
+        since_eviction: Seconds since an engine was taken for the reason `turn` or `memory`; None: never.
+        waiting_tenants: Number of tenants that wait for an engine.
+        engines: Number of engines.
+        memory_bytes: Bytes of main memory of all engines and compile workers; what they share counts once.
+    """
+
+    evictions: Mapping[str, int]
+    since_eviction: float | None
+    waiting_tenants: int
+    engines: Usage
+    memory_bytes: Usage
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class ServerStatus:
     """Describes the state of a server.
@@ -157,6 +179,7 @@ class ServerStatus:
         compile_workers: The compile workers.
         host: Name of the machine that the server runs on.
         registry: The registry.
+        engine_use: Use of the engines of all tenants.
     """
 
     version: str
@@ -174,6 +197,7 @@ class ServerStatus:
     compile_workers: CompileWorkersStatus
     host: str
     registry: RegistryStatus
+    engine_use: EngineUse
 
     def __repr__(self) -> str:
         state = "ready" if self.ready else "not ready"
@@ -208,6 +232,18 @@ def server_status(message: admin_pb2.ServerStatus) -> ServerStatus:
         ),
         host=message.host,
         registry=_registry(message.registry),
+        engine_use=_engine_use(message.engine_use),
+    )
+
+
+def _engine_use(message: admin_pb2.EngineUse) -> EngineUse:
+    since = message.since_eviction.ToNanoseconds() / 1e9 if message.HasField("since_eviction") else None
+    return EngineUse(
+        evictions=dict(message.evictions),
+        since_eviction=since,
+        waiting_tenants=message.waiting_tenants,
+        engines=_usage(message.engines),
+        memory_bytes=_usage(message.memory_bytes),
     )
 
 

@@ -16,7 +16,14 @@ from gradrule.cli.failures import FOUND
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gradrule._results.status_report import EngineStatus, RegistryStatus, ServerStatus, TenantStatus, Usage
+    from gradrule._results.status_report import (
+        EngineStatus,
+        EngineUse,
+        RegistryStatus,
+        ServerStatus,
+        TenantStatus,
+        Usage,
+    )
 
 _INTERVAL_S = 1.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -30,6 +37,7 @@ ENGINE_COLUMNS = (
     *("engine", "tenant", "for", "device", "pid"),
     *("state", "up", "running", "waiting", "programs", "memory", "ended"),
 )
+ENGINE_USE_COLUMNS = ("engines", "their memory", "waiting tenants", "taken from tenants", "last")
 WORKER_COLUMNS = ("compile workers", "busy", "waiting tasks", "memory")
 REGISTRY_COLUMNS = ("rules and programs", "database", "blobs")
 CACHE_COLUMNS = ("cache", "entries", "bytes")
@@ -103,6 +111,8 @@ def _head(status: ServerStatus, target: str) -> str:
 def _tables(status: ServerStatus) -> Iterator[tuple[tuple[str, ...], list[list[str]]]]:
     """Returns columns and rows of each table."""
     yield ENGINE_COLUMNS, [_engine_row(engine) for engine in status.engines]
+    if status.engine_use.engines.limit:
+        yield ENGINE_USE_COLUMNS, [_engine_use_row(status.engine_use)]
     workers = status.compile_workers
     counts = (workers.count, workers.busy, workers.waiting)
     yield WORKER_COLUMNS, [[*map(str, counts), size_text(workers.resident_bytes)]]
@@ -134,6 +144,16 @@ def _engine_row(engine: EngineStatus) -> list[str]:
         str(engine.programs),
         size_text(engine.resident_bytes),
         ", ".join(f"{reason} {count}" for reason, count in sorted(engine.ended.items())),
+    ]
+
+
+def _engine_use_row(use: EngineUse) -> list[str]:
+    return [
+        usage_text(use.engines),
+        bytes_text(use.memory_bytes),
+        str(use.waiting_tenants),
+        ", ".join(f"{reason} {count}" for reason, count in sorted(use.evictions.items())) or "none",
+        "" if use.since_eviction is None else f"{duration_text(use.since_eviction)} ago",
     ]
 
 

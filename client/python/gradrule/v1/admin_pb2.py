@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gradrule/v1/admin.proto\x12\x0bgradrule.v1\x1a\x1egoogle/protobuf/duration.proto\"\x18\n\x16GetServerStatusRequest\"D\n\x17GetServerStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.gradrule.v1.ServerStatus\"\xa5\x04\n\x0cServerStatus\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1a\n\x12tensorflow_version\x18\x02 \x01(\t\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05ready\x18\x04 \x01(\x08\x12*\n\x07\x65ngines\x18\x05 \x03(\x0b\x32\x19.gradrule.v1.EngineStatus\x12\x15\n\rspare_engines\x18\x06 \x01(\x05\x12$\n\x08requests\x18\x07 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12(\n\x06\x63\x61\x63hes\x18\x08 \x03(\x0b\x32\x18.gradrule.v1.CacheStatus\x12*\n\x07tenants\x18\t \x03(\x0b\x32\x19.gradrule.v1.TenantStatus\x12\x14\n\x0ctenant_count\x18\n \x01(\x05\x12=\n\x14quarantined_programs\x18\x0b \x03(\x0b\x32\x1f.gradrule.v1.QuarantinedProgram\x12!\n\x19quarantined_program_count\x18\x0c \x01(\x05\x12:\n\x0f\x63ompile_workers\x18\r \x01(\x0b\x32!.gradrule.v1.CompileWorkersStatus\x12\x0c\n\x04host\x18\x0e \x01(\t\x12-\n\x08registry\x18\x0f \x01(\x0b\x32\x1b.gradrule.v1.RegistryStatus\"v\n\x0eRegistryStatus\x12\x10\n\x08\x64\x61tabase\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\x32\n\x0funavailable_for\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x62lobs\x18\x04 \x01(\t\"\\\n\x14\x43ompileWorkersStatus\x12\r\n\x05\x63ount\x18\x01 \x01(\x05\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x03\"$\n\x05Usage\x12\x0c\n\x04used\x18\x01 \x01(\x03\x12\r\n\x05limit\x18\x02 \x01(\x03\"\xe1\x02\n\x0c\x45ngineStatus\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x0f\n\x07running\x18\x05 \x01(\x05\x12\x0f\n\x07waiting\x18\x06 \x01(\x05\x12\x10\n\x08programs\x18\x07 \x01(\x05\x12\x16\n\x0eresident_bytes\x18\x08 \x01(\x03\x12)\n\x06uptime\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x05\x65nded\x18\n \x03(\x0b\x32$.gradrule.v1.EngineStatus.EndedEntry\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x16\n\x0eholds_sessions\x18\x0c \x01(\x08\x12\x14\n\x0cjit_programs\x18\r \x01(\x05\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"h\n\x0b\x43\x61\x63heStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x07\x65ntries\x18\x02 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12&\n\nsize_bytes\x18\x03 \x01(\x0b\x32\x12.gradrule.v1.Usage\"\xd3\x02\n\x0cTenantStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x08requests\x18\x02 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12$\n\x08programs\x18\x03 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12!\n\x05rules\x18\x04 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12$\n\x08sessions\x18\x05 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12)\n\rsession_bytes\x18\x06 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12#\n\x07handles\x18\x07 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12(\n\x0chandle_bytes\x18\x08 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12&\n\nblob_bytes\x18\t \x01(\x0b\x32\x12.gradrule.v1.Usage\"b\n\x12QuarantinedProgram\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration2l\n\x0c\x41\x64minService\x12\\\n\x0fGetServerStatus\x12#.gradrule.v1.GetServerStatusRequest\x1a$.gradrule.v1.GetServerStatusResponseBT\n\x0f\x63om.gradrule.v1B\nAdminProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gradrule/v1/admin.proto\x12\x0bgradrule.v1\x1a\x1egoogle/protobuf/duration.proto\"\x18\n\x16GetServerStatusRequest\"D\n\x17GetServerStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.gradrule.v1.ServerStatus\"\xd1\x04\n\x0cServerStatus\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1a\n\x12tensorflow_version\x18\x02 \x01(\t\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05ready\x18\x04 \x01(\x08\x12*\n\x07\x65ngines\x18\x05 \x03(\x0b\x32\x19.gradrule.v1.EngineStatus\x12\x15\n\rspare_engines\x18\x06 \x01(\x05\x12$\n\x08requests\x18\x07 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12(\n\x06\x63\x61\x63hes\x18\x08 \x03(\x0b\x32\x18.gradrule.v1.CacheStatus\x12*\n\x07tenants\x18\t \x03(\x0b\x32\x19.gradrule.v1.TenantStatus\x12\x14\n\x0ctenant_count\x18\n \x01(\x05\x12=\n\x14quarantined_programs\x18\x0b \x03(\x0b\x32\x1f.gradrule.v1.QuarantinedProgram\x12!\n\x19quarantined_program_count\x18\x0c \x01(\x05\x12:\n\x0f\x63ompile_workers\x18\r \x01(\x0b\x32!.gradrule.v1.CompileWorkersStatus\x12\x0c\n\x04host\x18\x0e \x01(\t\x12-\n\x08registry\x18\x0f \x01(\x0b\x32\x1b.gradrule.v1.RegistryStatus\x12*\n\nengine_use\x18\x10 \x01(\x0b\x32\x16.gradrule.v1.EngineUse\"\x92\x02\n\tEngineUse\x12\x38\n\tevictions\x18\x01 \x03(\x0b\x32%.gradrule.v1.EngineUse.EvictionsEntry\x12\x31\n\x0esince_eviction\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fwaiting_tenants\x18\x03 \x01(\x05\x12#\n\x07\x65ngines\x18\x04 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12(\n\x0cmemory_bytes\x18\x05 \x01(\x0b\x32\x12.gradrule.v1.Usage\x1a\x30\n\x0e\x45victionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"v\n\x0eRegistryStatus\x12\x10\n\x08\x64\x61tabase\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\x32\n\x0funavailable_for\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x62lobs\x18\x04 \x01(\t\"\\\n\x14\x43ompileWorkersStatus\x12\r\n\x05\x63ount\x18\x01 \x01(\x05\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x03\"$\n\x05Usage\x12\x0c\n\x04used\x18\x01 \x01(\x03\x12\r\n\x05limit\x18\x02 \x01(\x03\"\xe1\x02\n\x0c\x45ngineStatus\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x0f\n\x07running\x18\x05 \x01(\x05\x12\x0f\n\x07waiting\x18\x06 \x01(\x05\x12\x10\n\x08programs\x18\x07 \x01(\x05\x12\x16\n\x0eresident_bytes\x18\x08 \x01(\x03\x12)\n\x06uptime\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x05\x65nded\x18\n \x03(\x0b\x32$.gradrule.v1.EngineStatus.EndedEntry\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x16\n\x0eholds_sessions\x18\x0c \x01(\x08\x12\x14\n\x0cjit_programs\x18\r \x01(\x05\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"h\n\x0b\x43\x61\x63heStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x07\x65ntries\x18\x02 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12&\n\nsize_bytes\x18\x03 \x01(\x0b\x32\x12.gradrule.v1.Usage\"\xd3\x02\n\x0cTenantStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x08requests\x18\x02 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12$\n\x08programs\x18\x03 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12!\n\x05rules\x18\x04 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12$\n\x08sessions\x18\x05 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12)\n\rsession_bytes\x18\x06 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12#\n\x07handles\x18\x07 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12(\n\x0chandle_bytes\x18\x08 \x01(\x0b\x32\x12.gradrule.v1.Usage\x12&\n\nblob_bytes\x18\t \x01(\x0b\x32\x12.gradrule.v1.Usage\"b\n\x12QuarantinedProgram\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration2l\n\x0c\x41\x64minService\x12\\\n\x0fGetServerStatus\x12#.gradrule.v1.GetServerStatusRequest\x1a$.gradrule.v1.GetServerStatusResponseBT\n\x0f\x63om.gradrule.v1B\nAdminProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gradrule.v1.admin_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017com.gradrule.v1B\nAdminProtoP\001Z\026gradrule/v1;gradrulev1\252\002\013Gradrule.V1\352\002\014Gradrule::V1'
+  _globals['_ENGINEUSE_EVICTIONSENTRY']._loaded_options = None
+  _globals['_ENGINEUSE_EVICTIONSENTRY']._serialized_options = b'8\001'
   _globals['_ENGINESTATUS_ENDEDENTRY']._loaded_options = None
   _globals['_ENGINESTATUS_ENDEDENTRY']._serialized_options = b'8\001'
   _globals['_GETSERVERSTATUSREQUEST']._serialized_start=72
@@ -40,23 +42,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERSTATUSRESPONSE']._serialized_start=98
   _globals['_GETSERVERSTATUSRESPONSE']._serialized_end=166
   _globals['_SERVERSTATUS']._serialized_start=169
-  _globals['_SERVERSTATUS']._serialized_end=718
-  _globals['_REGISTRYSTATUS']._serialized_start=720
-  _globals['_REGISTRYSTATUS']._serialized_end=838
-  _globals['_COMPILEWORKERSSTATUS']._serialized_start=840
-  _globals['_COMPILEWORKERSSTATUS']._serialized_end=932
-  _globals['_USAGE']._serialized_start=934
-  _globals['_USAGE']._serialized_end=970
-  _globals['_ENGINESTATUS']._serialized_start=973
-  _globals['_ENGINESTATUS']._serialized_end=1326
-  _globals['_ENGINESTATUS_ENDEDENTRY']._serialized_start=1282
-  _globals['_ENGINESTATUS_ENDEDENTRY']._serialized_end=1326
-  _globals['_CACHESTATUS']._serialized_start=1328
-  _globals['_CACHESTATUS']._serialized_end=1432
-  _globals['_TENANTSTATUS']._serialized_start=1435
-  _globals['_TENANTSTATUS']._serialized_end=1774
-  _globals['_QUARANTINEDPROGRAM']._serialized_start=1776
-  _globals['_QUARANTINEDPROGRAM']._serialized_end=1874
-  _globals['_ADMINSERVICE']._serialized_start=1876
-  _globals['_ADMINSERVICE']._serialized_end=1984
+  _globals['_SERVERSTATUS']._serialized_end=762
+  _globals['_ENGINEUSE']._serialized_start=765
+  _globals['_ENGINEUSE']._serialized_end=1039
+  _globals['_ENGINEUSE_EVICTIONSENTRY']._serialized_start=991
+  _globals['_ENGINEUSE_EVICTIONSENTRY']._serialized_end=1039
+  _globals['_REGISTRYSTATUS']._serialized_start=1041
+  _globals['_REGISTRYSTATUS']._serialized_end=1159
+  _globals['_COMPILEWORKERSSTATUS']._serialized_start=1161
+  _globals['_COMPILEWORKERSSTATUS']._serialized_end=1253
+  _globals['_USAGE']._serialized_start=1255
+  _globals['_USAGE']._serialized_end=1291
+  _globals['_ENGINESTATUS']._serialized_start=1294
+  _globals['_ENGINESTATUS']._serialized_end=1647
+  _globals['_ENGINESTATUS_ENDEDENTRY']._serialized_start=1603
+  _globals['_ENGINESTATUS_ENDEDENTRY']._serialized_end=1647
+  _globals['_CACHESTATUS']._serialized_start=1649
+  _globals['_CACHESTATUS']._serialized_end=1753
+  _globals['_TENANTSTATUS']._serialized_start=1756
+  _globals['_TENANTSTATUS']._serialized_end=2095
+  _globals['_QUARANTINEDPROGRAM']._serialized_start=2097
+  _globals['_QUARANTINEDPROGRAM']._serialized_end=2195
+  _globals['_ADMINSERVICE']._serialized_start=2197
+  _globals['_ADMINSERVICE']._serialized_end=2305
 # @@protoc_insertion_point(module_scope)

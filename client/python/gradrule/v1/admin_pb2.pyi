@@ -67,6 +67,7 @@ class ServerStatus(google.protobuf.message.Message):
     COMPILE_WORKERS_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
     REGISTRY_FIELD_NUMBER: builtins.int
+    ENGINE_USE_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of gradrule."""
     tensorflow_version: builtins.str
@@ -113,6 +114,10 @@ class ServerStatus(google.protobuf.message.Message):
     def registry(self) -> global___RegistryStatus:
         """State of the registry."""
 
+    @property
+    def engine_use(self) -> global___EngineUse:
+        """How much of what engines may use is in use, and whether engines are taken from tenants."""
+
     def __init__(
         self,
         *,
@@ -131,11 +136,75 @@ class ServerStatus(google.protobuf.message.Message):
         compile_workers: global___CompileWorkersStatus | None = ...,
         host: builtins.str = ...,
         registry: global___RegistryStatus | None = ...,
+        engine_use: global___EngineUse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["compile_workers", b"compile_workers", "registry", b"registry", "requests", b"requests", "uptime", b"uptime"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caches", b"caches", "compile_workers", b"compile_workers", "engines", b"engines", "host", b"host", "quarantined_program_count", b"quarantined_program_count", "quarantined_programs", b"quarantined_programs", "ready", b"ready", "registry", b"registry", "requests", b"requests", "spare_engines", b"spare_engines", "tenant_count", b"tenant_count", "tenants", b"tenants", "tensorflow_version", b"tensorflow_version", "uptime", b"uptime", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["compile_workers", b"compile_workers", "engine_use", b"engine_use", "registry", b"registry", "requests", b"requests", "uptime", b"uptime"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caches", b"caches", "compile_workers", b"compile_workers", "engine_use", b"engine_use", "engines", b"engines", "host", b"host", "quarantined_program_count", b"quarantined_program_count", "quarantined_programs", b"quarantined_programs", "ready", b"ready", "registry", b"registry", "requests", b"requests", "spare_engines", b"spare_engines", "tenant_count", b"tenant_count", "tenants", b"tenants", "tensorflow_version", b"tensorflow_version", "uptime", b"uptime", "version", b"version"]) -> None: ...
 
 global___ServerStatus = ServerStatus
+
+@typing.final
+class EngineUse(google.protobuf.message.Message):
+    """Use of the engines of all tenants. If there are not enough, engines are taken from tenants: an engine that comes back
+    has to compile the programs of its tenant again.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class EvictionsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    EVICTIONS_FIELD_NUMBER: builtins.int
+    SINCE_EVICTION_FIELD_NUMBER: builtins.int
+    WAITING_TENANTS_FIELD_NUMBER: builtins.int
+    ENGINES_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    waiting_tenants: builtins.int
+    """Number of tenants that wait for an engine."""
+    @property
+    def evictions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """How many engines were taken from their tenants since the start, by reason: `turn` (another tenant waited), `memory`
+        (all engines together exceeded their memory) or `idle` (not used for ten minutes).
+        """
+
+    @property
+    def since_eviction(self) -> google.protobuf.duration_pb2.Duration:
+        """Time since an engine was taken for the reason `turn` or `memory`; unset if none ever was."""
+
+    @property
+    def engines(self) -> global___Usage:
+        """Number of engines."""
+
+    @property
+    def memory_bytes(self) -> global___Usage:
+        """Memory of all engines and compile workers in bytes. What they share with each other counts once."""
+
+    def __init__(
+        self,
+        *,
+        evictions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        since_eviction: google.protobuf.duration_pb2.Duration | None = ...,
+        waiting_tenants: builtins.int = ...,
+        engines: global___Usage | None = ...,
+        memory_bytes: global___Usage | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["engines", b"engines", "memory_bytes", b"memory_bytes", "since_eviction", b"since_eviction"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engines", b"engines", "evictions", b"evictions", "memory_bytes", b"memory_bytes", "since_eviction", b"since_eviction", "waiting_tenants", b"waiting_tenants"]) -> None: ...
+
+global___EngineUse = EngineUse
 
 @typing.final
 class RegistryStatus(google.protobuf.message.Message):

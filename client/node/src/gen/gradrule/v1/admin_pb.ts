@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/admin.proto.
  */
 export const file_gradrule_v1_admin: GenFile = /*@__PURE__*/
-  fileDesc("ChdncmFkcnVsZS92MS9hZG1pbi5wcm90bxILZ3JhZHJ1bGUudjEiGAoWR2V0U2VydmVyU3RhdHVzUmVxdWVzdCJEChdHZXRTZXJ2ZXJTdGF0dXNSZXNwb25zZRIpCgZzdGF0dXMYASABKAsyGS5ncmFkcnVsZS52MS5TZXJ2ZXJTdGF0dXMipQQKDFNlcnZlclN0YXR1cxIPCgd2ZXJzaW9uGAEgASgJEhoKEnRlbnNvcmZsb3dfdmVyc2lvbhgCIAEoCRIpCgZ1cHRpbWUYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFcmVhZHkYBCABKAgSKgoHZW5naW5lcxgFIAMoCzIZLmdyYWRydWxlLnYxLkVuZ2luZVN0YXR1cxIVCg1zcGFyZV9lbmdpbmVzGAYgASgFEiQKCHJlcXVlc3RzGAcgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKAoGY2FjaGVzGAggAygLMhguZ3JhZHJ1bGUudjEuQ2FjaGVTdGF0dXMSKgoHdGVuYW50cxgJIAMoCzIZLmdyYWRydWxlLnYxLlRlbmFudFN0YXR1cxIUCgx0ZW5hbnRfY291bnQYCiABKAUSPQoUcXVhcmFudGluZWRfcHJvZ3JhbXMYCyADKAsyHy5ncmFkcnVsZS52MS5RdWFyYW50aW5lZFByb2dyYW0SIQoZcXVhcmFudGluZWRfcHJvZ3JhbV9jb3VudBgMIAEoBRI6Cg9jb21waWxlX3dvcmtlcnMYDSABKAsyIS5ncmFkcnVsZS52MS5Db21waWxlV29ya2Vyc1N0YXR1cxIMCgRob3N0GA4gASgJEi0KCHJlZ2lzdHJ5GA8gASgLMhsuZ3JhZHJ1bGUudjEuUmVnaXN0cnlTdGF0dXMidgoOUmVnaXN0cnlTdGF0dXMSEAoIZGF0YWJhc2UYASABKAkSDwoHcHJvYmxlbRgCIAEoCRIyCg91bmF2YWlsYWJsZV9mb3IYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFYmxvYnMYBCABKAkiXAoUQ29tcGlsZVdvcmtlcnNTdGF0dXMSDQoFY291bnQYASABKAUSDAoEYnVzeRgCIAEoBRIPCgd3YWl0aW5nGAMgASgFEhYKDnJlc2lkZW50X2J5dGVzGAQgASgDIiQKBVVzYWdlEgwKBHVzZWQYASABKAMSDQoFbGltaXQYAiABKAMi4QIKDEVuZ2luZVN0YXR1cxINCgVpbmRleBgBIAEoBRIOCgZkZXZpY2UYAiABKAkSCwoDcGlkGAMgASgDEg0KBXJlYWR5GAQgASgIEg8KB3J1bm5pbmcYBSABKAUSDwoHd2FpdGluZxgGIAEoBRIQCghwcm9ncmFtcxgHIAEoBRIWCg5yZXNpZGVudF9ieXRlcxgIIAEoAxIpCgZ1cHRpbWUYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoFZW5kZWQYCiADKAsyJC5ncmFkcnVsZS52MS5FbmdpbmVTdGF0dXMuRW5kZWRFbnRyeRIOCgZ0ZW5hbnQYCyABKAkSFgoOaG9sZHNfc2Vzc2lvbnMYDCABKAgSFAoMaml0X3Byb2dyYW1zGA0gASgFGiwKCkVuZGVkRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgDOgI4ASJoCgtDYWNoZVN0YXR1cxIMCgRuYW1lGAEgASgJEiMKB2VudHJpZXMYAiABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRImCgpzaXplX2J5dGVzGAMgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2Ui0wIKDFRlbmFudFN0YXR1cxIMCgRuYW1lGAEgASgJEiQKCHJlcXVlc3RzGAIgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USJAoIcHJvZ3JhbXMYAyABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIhCgVydWxlcxgEIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiQKCHNlc3Npb25zGAUgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKQoNc2Vzc2lvbl9ieXRlcxgGIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiMKB2hhbmRsZXMYByABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIoCgxoYW5kbGVfYnl0ZXMYCCABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRImCgpibG9iX2J5dGVzGAkgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2UiYgoSUXVhcmFudGluZWRQcm9ncmFtEg4KBmRpZ2VzdBgBIAEoCRIOCgZyZWFzb24YAiABKAkSLAoJcmVtYWluaW5nGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uMmwKDEFkbWluU2VydmljZRJcCg9HZXRTZXJ2ZXJTdGF0dXMSIy5ncmFkcnVsZS52MS5HZXRTZXJ2ZXJTdGF0dXNSZXF1ZXN0GiQuZ3JhZHJ1bGUudjEuR2V0U2VydmVyU3RhdHVzUmVzcG9uc2VCVAoPY29tLmdyYWRydWxlLnYxQgpBZG1pblByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_google_protobuf_duration]);
+  fileDesc("ChdncmFkcnVsZS92MS9hZG1pbi5wcm90bxILZ3JhZHJ1bGUudjEiGAoWR2V0U2VydmVyU3RhdHVzUmVxdWVzdCJEChdHZXRTZXJ2ZXJTdGF0dXNSZXNwb25zZRIpCgZzdGF0dXMYASABKAsyGS5ncmFkcnVsZS52MS5TZXJ2ZXJTdGF0dXMi0QQKDFNlcnZlclN0YXR1cxIPCgd2ZXJzaW9uGAEgASgJEhoKEnRlbnNvcmZsb3dfdmVyc2lvbhgCIAEoCRIpCgZ1cHRpbWUYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFcmVhZHkYBCABKAgSKgoHZW5naW5lcxgFIAMoCzIZLmdyYWRydWxlLnYxLkVuZ2luZVN0YXR1cxIVCg1zcGFyZV9lbmdpbmVzGAYgASgFEiQKCHJlcXVlc3RzGAcgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKAoGY2FjaGVzGAggAygLMhguZ3JhZHJ1bGUudjEuQ2FjaGVTdGF0dXMSKgoHdGVuYW50cxgJIAMoCzIZLmdyYWRydWxlLnYxLlRlbmFudFN0YXR1cxIUCgx0ZW5hbnRfY291bnQYCiABKAUSPQoUcXVhcmFudGluZWRfcHJvZ3JhbXMYCyADKAsyHy5ncmFkcnVsZS52MS5RdWFyYW50aW5lZFByb2dyYW0SIQoZcXVhcmFudGluZWRfcHJvZ3JhbV9jb3VudBgMIAEoBRI6Cg9jb21waWxlX3dvcmtlcnMYDSABKAsyIS5ncmFkcnVsZS52MS5Db21waWxlV29ya2Vyc1N0YXR1cxIMCgRob3N0GA4gASgJEi0KCHJlZ2lzdHJ5GA8gASgLMhsuZ3JhZHJ1bGUudjEuUmVnaXN0cnlTdGF0dXMSKgoKZW5naW5lX3VzZRgQIAEoCzIWLmdyYWRydWxlLnYxLkVuZ2luZVVzZSKSAgoJRW5naW5lVXNlEjgKCWV2aWN0aW9ucxgBIAMoCzIlLmdyYWRydWxlLnYxLkVuZ2luZVVzZS5FdmljdGlvbnNFbnRyeRIxCg5zaW5jZV9ldmljdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIXCg93YWl0aW5nX3RlbmFudHMYAyABKAUSIwoHZW5naW5lcxgEIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEigKDG1lbW9yeV9ieXRlcxgFIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlGjAKDkV2aWN0aW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAzoCOAEidgoOUmVnaXN0cnlTdGF0dXMSEAoIZGF0YWJhc2UYASABKAkSDwoHcHJvYmxlbRgCIAEoCRIyCg91bmF2YWlsYWJsZV9mb3IYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFYmxvYnMYBCABKAkiXAoUQ29tcGlsZVdvcmtlcnNTdGF0dXMSDQoFY291bnQYASABKAUSDAoEYnVzeRgCIAEoBRIPCgd3YWl0aW5nGAMgASgFEhYKDnJlc2lkZW50X2J5dGVzGAQgASgDIiQKBVVzYWdlEgwKBHVzZWQYASABKAMSDQoFbGltaXQYAiABKAMi4QIKDEVuZ2luZVN0YXR1cxINCgVpbmRleBgBIAEoBRIOCgZkZXZpY2UYAiABKAkSCwoDcGlkGAMgASgDEg0KBXJlYWR5GAQgASgIEg8KB3J1bm5pbmcYBSABKAUSDwoHd2FpdGluZxgGIAEoBRIQCghwcm9ncmFtcxgHIAEoBRIWCg5yZXNpZGVudF9ieXRlcxgIIAEoAxIpCgZ1cHRpbWUYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoFZW5kZWQYCiADKAsyJC5ncmFkcnVsZS52MS5FbmdpbmVTdGF0dXMuRW5kZWRFbnRyeRIOCgZ0ZW5hbnQYCyABKAkSFgoOaG9sZHNfc2Vzc2lvbnMYDCABKAgSFAoMaml0X3Byb2dyYW1zGA0gASgFGiwKCkVuZGVkRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgDOgI4ASJoCgtDYWNoZVN0YXR1cxIMCgRuYW1lGAEgASgJEiMKB2VudHJpZXMYAiABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRImCgpzaXplX2J5dGVzGAMgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2Ui0wIKDFRlbmFudFN0YXR1cxIMCgRuYW1lGAEgASgJEiQKCHJlcXVlc3RzGAIgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USJAoIcHJvZ3JhbXMYAyABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIhCgVydWxlcxgEIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiQKCHNlc3Npb25zGAUgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKQoNc2Vzc2lvbl9ieXRlcxgGIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiMKB2hhbmRsZXMYByABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIoCgxoYW5kbGVfYnl0ZXMYCCABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRImCgpibG9iX2J5dGVzGAkgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2UiYgoSUXVhcmFudGluZWRQcm9ncmFtEg4KBmRpZ2VzdBgBIAEoCRIOCgZyZWFzb24YAiABKAkSLAoJcmVtYWluaW5nGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uMmwKDEFkbWluU2VydmljZRJcCg9HZXRTZXJ2ZXJTdGF0dXMSIy5ncmFkcnVsZS52MS5HZXRTZXJ2ZXJTdGF0dXNSZXF1ZXN0GiQuZ3JhZHJ1bGUudjEuR2V0U2VydmVyU3RhdHVzUmVzcG9uc2VCVAoPY29tLmdyYWRydWxlLnYxQgpBZG1pblByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_google_protobuf_duration]);
 
 /**
  * Request of GetServerStatus.
@@ -162,6 +162,13 @@ export type ServerStatus = Message<"gradrule.v1.ServerStatus"> & {
    * @generated from field: gradrule.v1.RegistryStatus registry = 15;
    */
   registry?: RegistryStatus | undefined;
+
+  /**
+   * How much of what engines may use is in use, and whether engines are taken from tenants.
+   *
+   * @generated from field: gradrule.v1.EngineUse engine_use = 16;
+   */
+  engineUse?: EngineUse | undefined;
 };
 
 /**
@@ -170,6 +177,57 @@ export type ServerStatus = Message<"gradrule.v1.ServerStatus"> & {
  */
 export const ServerStatusSchema: GenMessage<ServerStatus> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_admin, 2);
+
+/**
+ * Use of the engines of all tenants. If there are not enough, engines are taken from tenants: an engine that comes back
+ * has to compile the programs of its tenant again.
+ *
+ * @generated from message gradrule.v1.EngineUse
+ */
+export type EngineUse = Message<"gradrule.v1.EngineUse"> & {
+  /**
+   * How many engines were taken from their tenants since the start, by reason: `turn` (another tenant waited), `memory`
+   * (all engines together exceeded their memory) or `idle` (not used for ten minutes).
+   *
+   * @generated from field: map<string, int64> evictions = 1;
+   */
+  evictions: { [key: string]: bigint };
+
+  /**
+   * Time since an engine was taken for the reason `turn` or `memory`; unset if none ever was.
+   *
+   * @generated from field: google.protobuf.Duration since_eviction = 2;
+   */
+  sinceEviction?: Duration | undefined;
+
+  /**
+   * Number of tenants that wait for an engine.
+   *
+   * @generated from field: int32 waiting_tenants = 3;
+   */
+  waitingTenants: number;
+
+  /**
+   * Number of engines.
+   *
+   * @generated from field: gradrule.v1.Usage engines = 4;
+   */
+  engines?: Usage | undefined;
+
+  /**
+   * Memory of all engines and compile workers in bytes. What they share with each other counts once.
+   *
+   * @generated from field: gradrule.v1.Usage memory_bytes = 5;
+   */
+  memoryBytes?: Usage | undefined;
+};
+
+/**
+ * Describes the message gradrule.v1.EngineUse.
+ * Use `create(EngineUseSchema)` to create a new message.
+ */
+export const EngineUseSchema: GenMessage<EngineUse> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_admin, 3);
 
 /**
  * State of the registry: the database of rules and programs, and the store of blobs.
@@ -211,7 +269,7 @@ export type RegistryStatus = Message<"gradrule.v1.RegistryStatus"> & {
  * Use `create(RegistryStatusSchema)` to create a new message.
  */
 export const RegistryStatusSchema: GenMessage<RegistryStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 3);
+  messageDesc(file_gradrule_v1_admin, 4);
 
 /**
  * State of the compile workers: the processes that parse and check graphs before engines compile them.
@@ -253,7 +311,7 @@ export type CompileWorkersStatus = Message<"gradrule.v1.CompileWorkersStatus"> &
  * Use `create(CompileWorkersStatusSchema)` to create a new message.
  */
 export const CompileWorkersStatusSchema: GenMessage<CompileWorkersStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 4);
+  messageDesc(file_gradrule_v1_admin, 5);
 
 /**
  * Use of a limited resource.
@@ -281,7 +339,7 @@ export type Usage = Message<"gradrule.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 5);
+  messageDesc(file_gradrule_v1_admin, 6);
 
 /**
  * State of one engine: a process that runs programs.
@@ -387,7 +445,7 @@ export type EngineStatus = Message<"gradrule.v1.EngineStatus"> & {
  * Use `create(EngineStatusSchema)` to create a new message.
  */
 export const EngineStatusSchema: GenMessage<EngineStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 6);
+  messageDesc(file_gradrule_v1_admin, 7);
 
 /**
  * State of one cache.
@@ -422,7 +480,7 @@ export type CacheStatus = Message<"gradrule.v1.CacheStatus"> & {
  * Use `create(CacheStatusSchema)` to create a new message.
  */
 export const CacheStatusSchema: GenMessage<CacheStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 7);
+  messageDesc(file_gradrule_v1_admin, 8);
 
 /**
  * Resources that one tenant uses.
@@ -499,7 +557,7 @@ export type TenantStatus = Message<"gradrule.v1.TenantStatus"> & {
  * Use `create(TenantStatusSchema)` to create a new message.
  */
 export const TenantStatusSchema: GenMessage<TenantStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 8);
+  messageDesc(file_gradrule_v1_admin, 9);
 
 /**
  * A program that the server refuses to run for some time.
@@ -534,7 +592,7 @@ export type QuarantinedProgram = Message<"gradrule.v1.QuarantinedProgram"> & {
  * Use `create(QuarantinedProgramSchema)` to create a new message.
  */
 export const QuarantinedProgramSchema: GenMessage<QuarantinedProgram> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 9);
+  messageDesc(file_gradrule_v1_admin, 10);
 
 /**
  * For operators of the server. Other callers get PERMISSION_DENIED. The operator can turn the service off.
