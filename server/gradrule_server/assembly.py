@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,7 +20,7 @@ from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwt_verifier import JwtVerifier
 from gradrule_server.identity.token_file import TokenFile
 from gradrule_server.limits import QUOTA_RESOURCES, TENANT_RESOURCES, Limits
-from gradrule_server.link.operating_system import available_memory, engine_memory, memory_share
+from gradrule_server.link.operating_system import available_memory, engine_memory, memory_share, most_threads
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.operations.operations import OperationsSettings
@@ -43,6 +44,8 @@ _DIGEST_SHOWN = 16
 # An idle engine with a small program takes 26 MiB; what engines really take is measured, see `EnginePool.memory_share`.
 _MEMORY_PER_ENGINE = 64 * 1024 * 1024
 _MIN_ENGINES, _MOST_ENGINES = 4, 128
+# Threads that TensorFlow starts in an engine, and threads of an engine or compile worker besides those for requests.
+_TF_THREADS_PER_CORE, _OTHER_THREADS = 4, 2
 # Each engine needs some hundred MiB of GPU memory before it computes anything.
 _MAX_GPU_ENGINES = 8
 
@@ -174,7 +177,7 @@ def create_engine_pool(settings: Settings, blobs: BlobStore, on_change: Callable
     return EnginePool(
         options,
         engines=settings.engines,
-        max_engines=_max_engines(settings, min(available_memory() // _MEMORY_PER_ENGINE, _MOST_ENGINES)),
+        max_engines=_max_engines(settings, _most_engines(settings)),
         max_gpu_engines=_max_engines(settings, _MAX_GPU_ENGINES),
         memory_share=_memory_of_all(settings, options.memory_limit),
         spares=settings.spares,
@@ -310,6 +313,14 @@ def create_sources(
 def _max_engines(settings: Settings, default: int) -> int:
     """Returns the number of engines of all tenants: as the setting says, or the default, but enough for one tenant."""
     return settings.max_engines if settings.max_engines != "auto" else max(default, _MIN_ENGINES, settings.engines + 1)
+
+
+def _most_engines(settings: Settings) -> int:
+    """Returns the number of engines for which there are memory and threads, each with a compile worker."""
+    threads = 2 * (settings.engine_threads + _OTHER_THREADS) + _TF_THREADS_PER_CORE * len(os.sched_getaffinity(0))
+    allowed = most_threads()
+    by_threads = _MOST_ENGINES if allowed is None else allowed // threads
+    return min(available_memory() // _MEMORY_PER_ENGINE, by_threads, _MOST_ENGINES)
 
 
 def _memory_limit(settings: Settings) -> int:

@@ -26,7 +26,7 @@ _WARM_CALLS = 40
 _IN_CONTAINER = """
 import sys
 from gradrule_server.link import operating_system
-operating_system._container_limits = lambda: [{size}]
+operating_system._container_limits = lambda *_: [{size}]
 from gradrule_server.__main__ import main
 sys.exit(main())
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,22 @@ async def test_default_number_of_engines_depends_on_memory_and_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], gibibytes: int, most: int, most_on_gpu: int
 ) -> None:
     monkeypatch.setattr(assembly, "available_memory", lambda: gibibytes * 2**30)
+    monkeypatch.setattr(assembly, "most_threads", lambda: None)
     pool = assembly.create_engine_pool(Settings.load(flags, {}), BlobStore(tmp_path, 0), lambda ready: None)
     assert pool.max_engines == most
     pool.greeting.device = "GPU:0"
     assert pool.max_engines == most_on_gpu
+
+
+async def test_default_number_of_engines_leaves_threads_for_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(assembly, "available_memory", lambda: 24 * 2**30)
+    monkeypatch.setattr(assembly, "most_threads", lambda: 2048)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    pool = assembly.create_engine_pool(Settings.load([], {}), BlobStore(tmp_path, 0), lambda ready: None)
+    # 9 requests and pings and the main thread, in an engine and a compile worker, and 64 threads of TensorFlow.
+    assert pool.max_engines == 2048 // (2 * 10 + 64)
 
 
 @pytest.mark.parametrize(("flags", "processes"), [([], 3), (["--engines", "3"], 5)])

@@ -150,9 +150,9 @@ class EngineMonitor:
                 # Memory that was unmapped before smaps was read counts in neither.
                 anonymous, still_shared = resident_sizes(process.pid)
                 shared = min(shared, still_shared)
-        process.resident_bytes = anonymous + max(0, shared - exempt)
-        own = self._own.setdefault(process, _OwnMemory())
-        process.own_bytes = await own.measure(process.pid, anonymous) + max(0, shared - exempt)
+        own = await self._own.setdefault(process, _OwnMemory()).measure(process.pid, anonymous)
+        charged = max(0, shared - exempt)
+        process.resident_bytes, process.own_bytes = anonymous + charged, own + charged
 
 
 class _OwnMemory:
@@ -165,8 +165,7 @@ class _OwnMemory:
     async def measure(self, pid: int, anonymous: int) -> int:
         """Returns the bytes. `anonymous`: the private memory of the process as `resident_sizes` returns it."""
         faults, now = _page_faults(pid), time.monotonic()
-        is_new = self._faults < 0
-        if is_new or (faults - self._faults > _FAULTS and now - self._measured_at > _OWN_PERIOD_S):
+        if self._faults < 0 or (faults - self._faults > _FAULTS and now - self._measured_at > _OWN_PERIOD_S):
             self._measured_at, self._faults = now, faults
             with contextlib.suppress(RuntimeError):
                 own = await asyncio.to_thread(own_bytes, pid)

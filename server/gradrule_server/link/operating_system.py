@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import platform
+import resource
 import struct
 from collections import deque
 from pathlib import Path
@@ -121,6 +122,13 @@ def available_memory() -> int:
     return min([total, *_container_limits()])
 
 
+def most_threads() -> int | None:
+    """Returns how many threads the user, or the container that has fewer, may have; None: not limited."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = _container_limits("pids", "pids.max", "pids.max")
+    return min(limits if soft == resource.RLIM_INFINITY else [soft, *limits], default=None)
+
+
 class OomKills:
     """Samples the kernel's count of processes that it killed because memory ran out."""
 
@@ -215,20 +223,22 @@ def _resident_bytes() -> int:
     return 0
 
 
-def _container_limits() -> list[int]:
-    """Returns the memory limits of the control groups that contain this process. Bytes."""
+def _container_limits(
+    resource_name: str = "memory", file: str = "memory.max", older_file: str = "memory.limit_in_bytes"
+) -> list[int]:
+    """Returns the limits of the control groups that contain this process; of memory in bytes."""
     limits = []
     for line in _lines(_OWN_CGROUPS):
         _, controllers, name = line.split(":", 2)
         if not controllers:
-            folder, file = _CGROUP_ROOT / name.lstrip("/"), "memory.max"
-        elif "memory" in controllers.split(","):
-            folder, file = _CGROUP_ROOT / "memory" / name.lstrip("/"), "memory.limit_in_bytes"
+            folder, found = _CGROUP_ROOT / name.lstrip("/"), file
+        elif resource_name in controllers.split(","):
+            folder, found = _CGROUP_ROOT / resource_name / name.lstrip("/"), older_file
         else:
             continue
         # Inside a container its own group often appears as the root.
         for place in (folder, *folder.parents):
-            limits += [int(text) for text in _lines(place / file) if text.isdigit()]
+            limits += [int(text) for text in _lines(place / found) if text.isdigit()]
             if place == _CGROUP_ROOT:
                 break
     return limits

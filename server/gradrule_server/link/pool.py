@@ -286,7 +286,7 @@ class EnginePool:
             return None
         engine = self._claim(owner)
         if engine is None:
-            if self._waiting or self._is_full(Need.PROGRAMS):
+            if self._waiting or self.is_full():
                 return None
             engine = self._add(owner, Use.PROGRAMS)
             engine.start()
@@ -296,7 +296,7 @@ class EnginePool:
         """Returns an extra engine for a tenant until `release`; None if it has one, or no process is ready."""
         if any(engine.is_extra for engine in self.engines_for(owner)):
             return None
-        if self._waiting or self._is_full(Need.PROGRAMS):
+        if self._waiting or self.is_full():
             return None
         process = self._spares.take_now()
         if process is None:
@@ -471,7 +471,7 @@ class EnginePool:
             return True
         replaces_session = need is not Need.PROGRAMS and self.held >= self.max_held
         replaced = None
-        if replaces_session or self._is_full(need):
+        if replaces_session or self.is_full(need):
             free = [
                 engine
                 for engine in self.engines
@@ -490,7 +490,7 @@ class EnginePool:
             self._changed(replaced)
         return True
 
-    def _is_full(self, need: Need) -> bool:
+    def is_full(self, need: Need = Need.PROGRAMS) -> bool:
         """Returns whether no engine may be added: because of their number, or because of their memory."""
         if len(self.engines) >= self.max_engines:
             return True

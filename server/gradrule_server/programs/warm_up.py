@@ -144,7 +144,7 @@ class WarmUp:
         engines = self._pool.engines
         if self._pool.serves(tenant) or any(engine.owner is None for engine in engines):
             return True
-        return len(engines) < self._pool.max_engines // 2
+        return len(engines) < self._pool.max_engines // 2 and not self._pool.is_full()
 
     async def _record(self) -> None:
         """Writes the list if it has changed."""

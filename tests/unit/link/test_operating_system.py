@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from gradrule_server.link import operating_system
-from gradrule_server.link.operating_system import OomKills, memory_share
+from gradrule_server.link.operating_system import OomKills, memory_share, most_threads
 from tests.waiting import wait_for_condition
 
 _GIB = 1024**3
@@ -50,6 +51,21 @@ def test_groups_of_the_older_kind(machine: Path) -> None:
 
 def test_never_less_than_an_engine_needs_to_start(machine: Path) -> None:
     assert memory_share(1000) == _GIB
+
+
+def test_threads_are_those_of_the_user_or_of_the_container(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [resource.RLIM_INFINITY]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (own[0], resource.RLIM_INFINITY))
+    assert most_threads() is None
+    (machine / "cgroup").write_text("3:pids:/x\n0::/a\n")
+    _limit(machine / "a", "pids.max", "max")
+    assert most_threads() is None
+    _limit(machine / "pids/x", "pids.max", "4096")
+    assert most_threads() == 4096
+    _limit(machine / "a", "pids.max", "2048")
+    assert most_threads() == 2048
+    own[0] = 1000
+    assert most_threads() == 1000
 
 
 @pytest.fixture

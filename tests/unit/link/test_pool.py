@@ -799,10 +799,11 @@ async def test_engines_are_added_while_memory_is_left_for_one_like_the_others(st
 
 async def test_a_tenant_without_room_in_memory_is_told_so(starter: Starter) -> None:
     pool = await _pool_with_memory(starter, 1000, a=800)
-    work = pool.engines_for("a")[0].submit(Kind.RUN, b"work")
+    (engine,) = pool.engines
+    work = engine.submit(Kind.RUN, b"work")
     with pytest.raises(GradruleError, match=r"all 1 engines \(no memory is left for more\) are in use"):
         await pool.provide("b", _deadline(0.05))
-    _answer(starter, pool.engines_for("a")[0], work)
+    _answer(starter, engine, work)
     await pool.provide("b", _deadline())
     assert _owners(pool) == ["b"]
     await pool.stop()

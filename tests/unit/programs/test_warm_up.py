@@ -190,6 +190,19 @@ async def test_no_program_is_loaded_for_a_tenant_that_would_take_the_engine_of_a
     await server.warm_up.stop()
 
 
+async def test_no_program_is_loaded_for_a_tenant_without_an_engine_when_memory_is_short(
+    tmp_path: Path, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(tmp_path, pool, "ada")
+    await server.start()
+    server.services["ada"].use("a")
+    monkeypatch.setattr(pool, "serves", lambda owner: False)
+    pool.memory_share = 1
+    server = await restart(server, tmp_path, pool)
+    assert server.services["ada"].loaded == []
+    await server.warm_up.stop()
+
+
 async def test_tenants_that_have_not_called_get_at_most_half_of_the_engines(
     tmp_path: Path, pool: FakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
