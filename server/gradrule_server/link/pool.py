@@ -99,6 +99,8 @@ class EnginePool:
         self.evictions: Counter[str] = Counter()
         """How many engines were taken from tenants, by reason: `turn`, `memory` or `idle`."""
         self._evicted_at: float | None = None
+        self._evicted: dict[str, tuple[float, int]] = {}
+        """When a tenant lost an engine in use because it took the most memory, and the bytes that it took."""
         self._ended: dict[int, Counter[str]] = {}
         self.per_tenant = engines
         """Most engines for programs that a tenant may have."""
@@ -277,7 +279,7 @@ class EnginePool:
     def check_may_keep(self, engine: Engine) -> None:
         """Raises OVERLOADED if a forward handle would make an engine one more than sessions and handles may hold."""
         if not engine.kept and engine.use is not Use.SESSIONS and self.held >= self.max_held:
-            raise self._full(Need.HANDLE, 0.0)
+            raise self._full(engine.owner or "", Need.HANDLE, 0.0)
 
     def claim_another(self, owner: str) -> Engine | None:
         """Returns one more engine for a tenant's programs; None if it may have no more, or none is ready."""
@@ -388,18 +390,20 @@ class EnginePool:
             if not limit.expired():
                 raise
             if not waiting.served.is_set():
-                raise self._full(need, asyncio.get_running_loop().time() - started) from None
+                raise self._full(owner, need, asyncio.get_running_loop().time() - started) from None
         finally:
             waiting.calls -= 1
             if not waiting.calls and self._waiting.get(key) is waiting:
                 del self._waiting[key]
                 self._schedule_assignment(is_left=True)
 
-    def _full(self, need: Need, waited_s: float) -> GradruleError:
+    def _full(self, owner: str, need: Need, waited_s: float) -> GradruleError:
         sessions = sum(engine.use is Use.SESSIONS for engine in self.engines)
         held = f"sessions hold {sessions}, forward handles {self.held - sessions}"
         if need is Need.PROGRAMS or self.held < self.max_held:
             limit = "--max-engines" if len(self.engines) >= self.max_engines else "no memory is left for more"
+            if size := self._evicted_bytes(owner):
+                limit = f"no memory is left for another one of {size >> 20} MiB, as this tenant's last one"
             full = f"all {len(self.engines)} engines ({limit}) are in use: {held}, calls of tenants the others"
         else:
             full = f"{held} engines, which are all that they may hold of {self.max_engines} (--max-engines)"
@@ -437,7 +441,8 @@ class EnginePool:
         for key, waiting in list(self._waiting.items()):
             if waiting.served.is_set():
                 continue
-            if waiting.need is Need.PROGRAMS and is_full:
+            needs_much = self._evicted_bytes(waiting.owner) > 0
+            if waiting.need is Need.PROGRAMS and is_full and not needs_much:
                 # A place that the tenant before could not get is not there for this one either.
                 without_place.append(waiting)
                 continue
@@ -448,6 +453,9 @@ class EnginePool:
             elif self._serve(waiting):
                 del self._waiting[key]
                 waiting.served.set()
+            elif needs_much:
+                # It waits for room, and takes no place from tenants that use less.
+                continue
             elif waiting.need is Need.PROGRAMS or (waiting.need is Need.SESSION and self.held < self.max_held):
                 without_place.append(waiting)
                 is_full = True
@@ -464,20 +472,21 @@ class EnginePool:
 
     def _serve(self, waiting: _WaitingTenant) -> bool:
         """Gives a tenant what it needs, if that is possible now."""
-        owner, need = waiting.owner, waiting.need
+        owner, need, size = waiting.owner, waiting.need, self._evicted_bytes(waiting.owner)
         if need is Need.HANDLE and self._may_keep(owner):
             return True
-        if need is Need.PROGRAMS and (self._has_place(owner) or self._claim(owner) is not None):
+        if need is Need.PROGRAMS and (self._has_place(owner) or (not size and self._claim(owner) is not None)):
             return True
         replaces_session = need is not Need.PROGRAMS and self.held >= self.max_held
         replaced = None
-        if replaces_session or self.is_full(need):
+        if replaces_session or self.is_full(need, size):
             free = [
                 engine
                 for engine in self.engines
                 if engine.is_idle
                 and self._is_turn_over(engine)
                 and (engine.use is Use.SESSIONS or not replaces_session)
+                and (not size or self._makes_room(engine, size))
             ]
             if not free:
                 return False
@@ -490,18 +499,39 @@ class EnginePool:
             self._changed(replaced)
         return True
 
-    def is_full(self, need: Need = Need.PROGRAMS) -> bool:
-        """Returns whether no engine may be added: because of their number, or because of their memory."""
+    def is_full(self, need: Need = Need.PROGRAMS, size: int = 0) -> bool:
+        """Returns whether no engine may be added: because of their number, or because of their memory.
+
+        Args:
+            need: What the engine would be for.
+            size: Bytes that it will take; 0: what engines usually take.
+        """
         if len(self.engines) >= self.max_engines:
             return True
         if not self.memory_share or (
             need is Need.PROGRAMS and all(engine.use is Use.SESSIONS or engine.kept for engine in self.engines)
         ):
             return False
-        known = [engine.own_bytes for engine in self.engines if engine.own_bytes and engine.owner is not None]
-        usual = statistics.median(known) if known else _NEW_ENGINE_BYTES
-        coming = 1 + sum(engine.owner is not None and not engine.own_bytes for engine in self.engines)
-        return self.used_bytes + coming * usual > self.memory_share
+        owned = [engine for engine in self.engines if engine.owner is not None]
+        known = [engine.own_bytes for engine in owned if engine.own_bytes]
+        usual = size or (statistics.median(known) if known else _NEW_ENGINE_BYTES)
+        used, coming = self.used_bytes, len(owned) - len(known) + 1
+        fair = (self.memory_share - used + sum(known)) / (len({engine.owner for engine in owned}) + 1)
+        # An engine that takes no more than the fair share of a tenant is added: another tenant takes more than its own.
+        return used + coming * usual > self.memory_share and usual > fair
+
+    def _makes_room(self, engine: Engine, size: int) -> bool:
+        """Returns whether an engine is large enough to be replaced by one that takes so many bytes."""
+        return 2 * engine.own_bytes >= size and self.used_bytes - engine.own_bytes + size <= self.memory_share
+
+    def _evicted_bytes(self, owner: str) -> int:
+        """Returns the bytes that a tenant took when it lately lost an engine in use; 0: it has lost none.
+
+        At most half of what all may take, so that the tenant gets an engine at some time.
+        """
+        evicted_at, size = self._evicted.get(owner, (0.0, 0))
+        is_lately = asyncio.get_running_loop().time() < evicted_at + self._times.scarce_idle_s
+        return min(size, self.memory_share // 2) if is_lately else 0
 
     def _check_memory(self) -> None:
         """Ends processes while all together take more memory than their share; then lets waiting tenants try again."""
@@ -525,12 +555,20 @@ class EnginePool:
                 self.workers.end(chosen, EndReason.EVICTED)
                 continue
             self._count_eviction(chosen, "memory")
+            if not self._is_unused(chosen):
+                self._note_size(chosen.owner or "", taken)
             if chosen in self._trials:
                 self._trials.discard(chosen)
                 self._end(chosen, EndReason.EVICTED)
             else:
                 self._remove(chosen, EndReason.EVICTED)
         self._schedule_assignment()
+
+    def _note_size(self, owner: str, taken: Mapping[str, int]) -> None:
+        """Remembers what a tenant took, so that it gets no engine before there is room for as much."""
+        self._evicted = {other: entry for other, entry in self._evicted.items() if self._evicted_bytes(other)}
+        size = max(taken[owner], self._evicted.get(owner, (0.0, 0))[1])
+        self._evicted[owner] = asyncio.get_running_loop().time(), size
 
     def _order_of_eviction(self, taken: Mapping[str, int], engine: Engine) -> tuple[float, ...]:
         """Returns a key: the engine with the smallest one ends first when memory is short.

@@ -906,3 +906,67 @@ async def test_memory_is_not_limited_without_a_share(starter: Starter) -> None:
     pool._check_memory()
     assert _owners(pool) == ["a", "b"]
     await pool.stop()
+
+
+async def test_a_tenant_that_needs_less_than_its_fair_share_does_not_wait_for_one_that_takes_more(
+    starter: Starter,
+) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=50, b=50, c=50)
+    (large,) = pool.engines_for("c")
+    work = large.submit(Kind.RUN, b"work")
+    _take_memory(starter, large, 690)
+    await pool.provide("d", _deadline())
+    assert _owners(pool) == ["a", "b", "c", "d"]
+    _take_memory(starter, pool.engines_for("d")[0], 50)
+    pool._check_memory()
+    assert _owners(pool) == ["a", "b", "d"]
+    assert isinstance(work.answer.exception(), ConnectionLost)
+    await pool.stop()
+
+
+async def test_a_tenant_whose_engine_was_ended_for_its_size_waits_for_as_much_room(starter: Starter) -> None:
+    """It takes no engine of a tenant that uses less, nor makes others wait."""
+    pool = await _pool_with_memory(starter, 1000, a=50, c=50, b=50)
+    (large,) = pool.engines_for("b")
+    work = large.submit(Kind.RUN, b"work")
+    _take_memory(starter, large, 800)
+    pool._check_memory()
+    assert isinstance(work.answer.exception(), ConnectionLost)
+    small, other = pool.engines
+    _take_memory(starter, small, 240)
+    _take_memory(starter, other, 120)
+    waits = asyncio.create_task(pool.provide("b", _deadline()))
+    await asyncio.sleep(0.1)
+    assert pool.engines == [small, other]
+    with pytest.raises(GradruleError, match="no memory is left for another one of 0 MiB, as this tenant's last one"):
+        await pool.session_engine("b", _deadline(0.05))
+    await pool.provide("d", _deadline())
+    assert _owners(pool) == ["a", "c", "d"]
+    _take_memory(starter, pool.engines_for("d")[0], 20)
+    assert not waits.done()
+    # Half of the share is free again.
+    _take_memory(starter, small, 100)
+    pool._check_memory()
+    await waits
+    assert _owners(pool) == ["a", "c", "d", "b"]
+    assert pool.evictions == {"memory": 1}
+    await pool.stop()
+
+
+async def test_large_tenants_take_turns(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=50, b=50)
+    first, second = pool.engines_for("a")[0], pool.engines_for("b")[0]
+    works = [engine.submit(Kind.RUN, b"work") for engine in (first, second)]
+    _take_memory(starter, first, 420)
+    _take_memory(starter, second, 450)
+    pool._check_memory()
+    assert isinstance(works[1].answer.exception(), ConnectionLost)
+    waits = asyncio.create_task(pool.provide("b", _deadline()))
+    await asyncio.sleep(0.1)
+    assert pool.engines == [first]
+    _answer(starter, first, works[0])
+    # Its turn is over.
+    await waits
+    assert _owners(pool) == ["b"]
+    assert pool.evictions == {"memory": 1, "turn": 1}
+    await pool.stop()
