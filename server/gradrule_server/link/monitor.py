@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 import time
@@ -27,6 +28,10 @@ _PRIVATE = re.compile(r"^Private_Dirty:\s+(\d+) kB$", re.MULTILINE)
 # Page faults of a process after which its own memory is measured anew, at most every 2 s: that takes milliseconds.
 _FAULTS = 1024
 _OWN_PERIOD_S = 2.0
+# Processes whose own memory is measured in one round, so that none takes long.
+_OWN_PER_ROUND = 4
+# A process without a request is measured in one of so many rounds, since it hardly grows.
+_IDLE_ROUNDS = 4
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -82,6 +87,7 @@ class EngineMonitor:
     ) -> None:
         self._times = times
         self._on_measured = on_measured
+        self._own_left = 0
         self._own: WeakKeyDictionary[EngineProcess, _OwnMemory] = WeakKeyDictionary()
         self._processes = processes
         self._heartbeat_s = heartbeat_s
@@ -121,9 +127,12 @@ class EngineMonitor:
             connection.notify(Kind.PING, b"")
 
     async def _check_memory(self) -> None:
-        while True:
+        for number in itertools.count():
             await asyncio.sleep(self._times.memory_period_s)
+            self._own_left = _OWN_PER_ROUND
             for process in self._processes():
+                if process.own_bytes and number % _IDLE_ROUNDS and not process.connection.running:
+                    continue
                 await self._measure(process)
                 if self._memory_limit and process.resident_bytes > self._memory_limit * _MEMORY_SLACK:
                     _log.warning("engine %d takes %d bytes; ending it", process.pid, process.resident_bytes)
@@ -150,7 +159,11 @@ class EngineMonitor:
                 # Memory that was unmapped before smaps was read counts in neither.
                 anonymous, still_shared = resident_sizes(process.pid)
                 shared = min(shared, still_shared)
-        own = await self._own.setdefault(process, _OwnMemory()).measure(process.pid, anonymous)
+        memory = self._own.setdefault(process, _OwnMemory(anonymous))
+        if self._own_left and memory.is_due(process.pid):
+            self._own_left -= 1
+            await memory.measure(process.pid, anonymous)
+        own = max(0, anonymous - memory.shared_bytes)
         charged = max(0, shared - exempt)
         process.resident_bytes, process.own_bytes = anonymous + charged, own + charged
 
@@ -158,19 +171,24 @@ class EngineMonitor:
 class _OwnMemory:
     """Measures the anonymous memory that a process shares with no other: exactly if it has written to many pages."""
 
-    def __init__(self) -> None:
-        self._measured_at = self._faults = -1.0
-        self._shared = 0
+    def __init__(self, anonymous: int) -> None:
+        self.shared_bytes = anonymous
+        """The part of its private memory that it shares: all of it until it is measured."""
+        self._measured_at = 0.0
+        self._faults = -_FAULTS
 
-    async def measure(self, pid: int, anonymous: int) -> int:
-        """Returns the bytes. `anonymous`: the private memory of the process as `resident_sizes` returns it."""
-        faults, now = _page_faults(pid), time.monotonic()
-        if self._faults < 0 or (faults - self._faults > _FAULTS and now - self._measured_at > _OWN_PERIOD_S):
-            self._measured_at, self._faults = now, faults
-            with contextlib.suppress(RuntimeError):
-                own = await asyncio.to_thread(own_bytes, pid)
-                self._shared = 0 if own is None else max(0, anonymous - own)
-        return max(0, anonymous - self._shared)
+    def is_due(self, pid: int) -> bool:
+        """Returns whether the process may have written to many pages since it was measured."""
+        if time.monotonic() < self._measured_at + _OWN_PERIOD_S:
+            return False
+        return _page_faults(pid) >= self._faults + _FAULTS
+
+    async def measure(self, pid: int, anonymous: int) -> None:
+        """Measures it. `anonymous`: the private memory of the process as `resident_sizes` returns it."""
+        self._measured_at, self._faults = time.monotonic(), _page_faults(pid)
+        with contextlib.suppress(RuntimeError):
+            own = await asyncio.to_thread(own_bytes, pid)
+            self.shared_bytes = 0 if own is None else max(0, anonymous - own)
 
 
 def own_bytes(pid: int) -> int | None:
