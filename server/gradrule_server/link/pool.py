@@ -542,7 +542,8 @@ class EnginePool:
             taken: Counter[str] = Counter()
             for engine in found:
                 taken[engine.owner or ""] += engine.own_bytes
-            chosen = min(found, key=functools.partial(self._order_of_eviction, taken), default=None)
+            fair = (taken.total() - excess) / max(1, len(taken))
+            chosen = min(found, key=functools.partial(self._order_of_eviction, taken, fair), default=None)
             if chosen is None or (len(taken) == 1 and not self._is_unused(chosen)):
                 # A tenant alone is limited by the limit of each engine.
                 break
@@ -570,7 +571,7 @@ class EnginePool:
         size = max(taken[owner], self._evicted.get(owner, (0.0, 0))[1])
         self._evicted[owner] = asyncio.get_running_loop().time(), size
 
-    def _order_of_eviction(self, taken: Mapping[str, int], engine: Engine) -> tuple[float, ...]:
+    def _order_of_eviction(self, taken: Mapping[str, int], fair: float, engine: Engine) -> tuple[float, ...]:
         """Returns a key: the engine with the smallest one ends first when memory is short.
 
         First come idle compile workers, and engines that were idle for long. Then come those of the tenants that take
@@ -580,6 +581,7 @@ class EnginePool:
 
         Args:
             taken: The bytes that each tenant takes.
+            fair: Bytes that each tenant may take so that all have room.
             engine: The engine.
         """
         is_idle = self._is_unused(engine)
@@ -587,7 +589,7 @@ class EnginePool:
         size = taken[engine.owner or ""]
         if is_idle and (engine.use is Use.COMPILE or engine.used_at < long_ago):
             return 0, engine.used_at
-        if size > self.memory_share / (2 if engine.kept else len(taken)):
+        if size > (self.memory_share / 2 if engine.kept else fair):
             return 1, -size, not is_idle, -engine.own_bytes
         return (2, engine.used_at) if is_idle else (3, -size)
 

@@ -970,3 +970,13 @@ async def test_large_tenants_take_turns(starter: Starter) -> None:
     assert _owners(pool) == ["b"]
     assert pool.evictions == {"memory": 1, "turn": 1}
     await pool.stop()
+
+
+async def test_the_fair_share_of_a_tenant_leaves_room_for_what_no_tenant_has(starter: Starter) -> None:
+    """Each takes less than a third of the share, and the largest more than a third of what is left for tenants."""
+    pool = await _pool_with_memory(starter, 1000, a=50, b=50, c=50)
+    for owner, own in (("a", 270), ("b", 290), ("c", 260)):
+        _take_memory(starter, pool.engines_for(owner)[0], own)
+    pool._check_memory()
+    assert _owners(pool) == ["a", "c"]
+    await pool.stop()
