@@ -134,6 +134,7 @@ async def serve(settings: Settings) -> None:
         accepting.add_done_callback(lambda _: stopping.set())
         stops.push_async_callback(pool.stop)
         stops.push_async_callback(warm_up.stop)
+        stops.callback(tenants.stop_compiling)
         stops.callback(shared_memory.close)
         stops.push_async_callback(grpc_server.drain, settings.drain_s)
         stops.callback(pipeline.drain)

@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,11 +16,12 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2, graph_pb2
-from tests.processes import peak_bytes, processor_s, reset_peak, resident_bytes, workers
+from tests.processes import has_ended, peak_bytes, processor_s, reset_peak, resident_bytes, workers
 from tests.service import raw
+from tests.service.answers import refused_raw
 from tests.service.expensive_requests import chain, nested_calls, slow_to_select, tiny_fields
 from tests.service.guarded import Guarded
-from tests.service.servers import RunningServer
+from tests.service.servers import RunningServer, running_server
 from tests.waiting import wait_until
 
 _FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
@@ -97,15 +99,18 @@ def test_slow_selectors_of_one_tenant_delay_neither_others_nor_the_front_end(
     assert compile_new_program(bystander, 9) < 20
 
 
-def test_deadline_ends_the_compilation_itself(guarded: Guarded, attacker: Caller) -> None:
-    pid = guarded.running.process.pid
-    idle = workers(pid)
-    data = evaluate_pb2.EvaluateRequest(spec=slow_to_select()).SerializeToString()
-    call = attacker.start("GradientService/Evaluate", data, 6)
-    # A second one may be new: a spare.
-    new = wait_until(lambda: workers(pid) - idle or None, "a compile worker")
-    assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    wait_until(lambda: new - workers(pid) or None, "end of the worker")
+def test_compilation_goes_on_after_the_deadline_and_ends_with_the_server(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel:
+        pid = server.process.pid
+        with refused_raw("DEADLINE_EXCEEDED") as refusal:
+            raw.evaluate(channel, evaluate_pb2.EvaluateRequest(spec=slow_to_select()), 6.0)
+        refusal.says("goes on")
+        (worker,) = workers(pid)
+        # Workers whose callers have given up used to be ended this soon.
+        time.sleep(1.0)
+        assert worker in workers(pid)
+        assert server.terminate() == 0
+        assert has_ended(worker)
 
 
 def test_functions_that_call_each_other_take_no_memory_of_the_front_end(guarded: Guarded, attacker: Caller) -> None:

@@ -322,20 +322,45 @@ def test_slow_compilation_delays_no_other_program(supervised: RunningServer, own
         slow.result()
 
 
-def test_builds_that_overrun_their_deadlines_are_no_crashes(supervised: RunningServer, own: Any) -> None:
-    """Callers with short deadlines end engines, but later callers with longer ones get their answers."""
-    long, feeds = _chain(6_000), {"x": np.float32(0.5)}
+def test_program_is_compiled_once_although_deadlines_pass(own: Any) -> None:
+    """The engine goes on, keeps what it has loaded, and the retry of a call finds its program compiled."""
+    feeds, long = {"x": np.float32(0.5)}, _chain(6_000)
+    other = own.compile(_chain(3), ys=["y"], xs=["x"])
+    other.evaluate(feeds)
 
-    def overruns() -> int:
-        return sum(engine.ended.get("overrun", 0) for engine in own.server_status().engines)
+    def loaded() -> list[tuple[int, int]]:
+        return [(engine.pid, engine.programs) for engine in own.server_status().engines if engine.programs]
 
-    before, timeout = overruns(), 1.0
-    while overruns() < before + 2:
-        engine = engine_pids(supervised)
+    def call_late(timeout: float) -> None:
         with refused("DEADLINE_EXCEEDED"):
-            # Some of these deadlines pass before the engine builds.
             own.evaluate(long, feeds=feeds, ys=["y"], xs=["x"], timeout=timeout)
-        time.sleep(0.6)
-        timeout += 0 if engine != engine_pids(supervised) else 0.3
+
+    before, timeout = loaded(), 0.5
+    while loaded() == before:
+        call_late(timeout)
+        # Until the engine compiles when the deadline passes.
+        timeout += 0.1
+    # Engines used to be ended this soon.
+    time.sleep(1.0)
+    call_late(0.2)
     assert own.server_status().quarantined_program_count == 0
     assert own.evaluate(long, feeds=feeds, ys=["y"], xs=["x"], timeout=200.0).gradients["x"] is not None
+    [(pid, count)] = before
+    assert loaded() == [(pid, count + 1)]
+    assert other.evaluate(feeds).timings.compile == 0
+
+
+def test_session_outlives_deadlines_that_pass_while_its_calls_are_compiled(own: Any) -> None:
+    with tf.Graph().as_default() as graph:
+        value = tf.compat.v1.get_variable("w", initializer=tf.fill([], 0.5), use_resource=True)
+        for _ in range(2_000):
+            value = tf.sin(value)
+        tf.identity(value, name="loss")
+    with own.session(graph.as_graph_def()) as session:
+        session.assign({"w": np.float32(0.25)})
+        for timeout in itertools.count(0.5, 0.1):
+            with contextlib.suppress(gr.errors.DeadlineExceededError):
+                session.evaluate({}, ys=["loss"], xs=["w"], timeout=timeout)
+                break
+        assert timeout > 0.5, "no deadline has passed: nothing is shown"
+        assert session.read()["w"] == 0.25

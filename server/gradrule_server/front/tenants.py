@@ -215,6 +215,11 @@ class Tenants:
             self._shared.cache_capacity * len(caches),
         )
 
+    def stop_compiling(self) -> None:
+        """Cancels all compilations: the server ends."""
+        for tenant in self._tenants.values():
+            tenant.program_service.compile_tasks.cancel()
+
     def get_loaded(self, name: str) -> Tenant | None:
         """Returns a tenant if it is loaded."""
         return self._tenants.get(name)

@@ -123,8 +123,10 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether ending it would lose no request, session or forward handle."""
-        return self._process is not None and not (self.load or self.kept or self.holders)
+        """Whether ending it would lose no request that a caller waits for, no session and no forward handle."""
+        if self._process is None or self.kept or self.holders:
+            return False
+        return self.load == 0 or self.load == self._process.connection.given_up_compilations
 
     def turn_ends_at(self, turn_s: float, longest_s: float) -> float:
         """Returns the loop time at which another tenant may get its place.
@@ -333,10 +335,13 @@ class Engine:
         """Gives up a request for which no caller waits: drops it, or ends the engine soon if the request runs.
 
         Only a request that runs after `ends_at` (loop time) counts as an overrun: callers cancel good programs too.
+        A compilation goes on for as long as `limit_run` allows: its program serves the next call.
         """
         if request.ended or request.connection.drop(request):
             return
         request.is_given_up = True
+        if request.kind is Kind.COMPILE:
+            return
         loop = asyncio.get_running_loop()
         # After the deadline, or if no one else loses anything, there is no reason to wait.
         patience_s = min(max(0.0, ends_at - loop.time()), self._times.cancel_patience_s) if self.kept else 0.0

@@ -232,6 +232,11 @@ class EnginePool:
             for engine in self.engines
         )
 
+    def is_kept_waiting_by(self, owner: str) -> bool:
+        """Returns whether other tenants wait for an engine of a tenant whose turn is over, or for its worker."""
+        given_away = any(engine.owner == owner and engine.is_given_away for engine in self.engines)
+        return given_away or self.workers.is_kept_waiting_by(owner)
+
     async def provide(self, owner: str, ends_at: float = 0.0, patience_s: float = 0.0) -> None:
         """Gives a tenant an engine for programs if it has none, and waits until the engine accepts work.
 

@@ -160,8 +160,13 @@ class RequestScheduler(abc.ABC):
 
     @property
     def has_given_up(self) -> bool:
-        """Whether a request runs for which no caller waits any more."""
-        return any(request.is_given_up for request in self._running.values())
+        """Whether a request runs for which no caller waits any more, and that ends the engine therefore."""
+        return any(item.is_given_up and item.kind is not Kind.COMPILE for item in self._running.values())
+
+    @property
+    def given_up_compilations(self) -> int:
+        """The number of compilations that run although no caller waits for them."""
+        return sum(item.is_given_up and item.kind is Kind.COMPILE for item in self._running.values())
 
     def is_waiting(self, request: EngineRequest) -> bool:
         """Returns whether a request has not been sent yet."""

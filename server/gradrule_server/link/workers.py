@@ -75,6 +75,11 @@ class CompileWorkers:
         """The workers without a task."""
         return [worker for worker in self.workers if worker not in self._busy]
 
+    def is_kept_waiting_by(self, owner: str) -> bool:
+        """Returns whether other tenants wait for a worker, and a tenant has one while all are busy."""
+        is_full = len(self._busy) >= self._most() and any(worker.owner == owner for worker in self._busy)
+        return is_full and any(waiting.owner != owner for waiting in self._waiting)
+
     @contextlib.asynccontextmanager
     async def hold(self, owner: str) -> AsyncIterator[Engine]:
         """Provides a worker for a task of a tenant. A task that still runs after the context ends within 0.25 s."""

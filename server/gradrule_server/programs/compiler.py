@@ -195,9 +195,8 @@ class Compiler:
         A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
         large graph: such a program is prepared again when its turn comes.
         """
-        with timing_compilation():
-            async with self._prepared(graph_bytes, prepare) as answer:
-                return answer.message, await self._load(answer, recovery)
+        async with self._prepared(graph_bytes, prepare) as answer:
+            return answer.message, await self._load(answer, recovery)
 
     @contextlib.asynccontextmanager
     async def _prepared(self, graph_bytes: int, prepare: Callable[[], Awaitable[Prepared]]) -> AsyncIterator[Prepared]:

@@ -22,8 +22,11 @@ from gradrule_server.registry.blobs import BlobStore
 # 25 KiB (large Keras models) to 80 KiB (chains of elementwise ops with rules).
 _NODE_BYTES = 32 * 1024
 
-# An engine is ended if a load takes longer than this and continues after the deadline of the first call for it.
-_LOAD_S = 60.0
+LONGEST_LOAD_S = 120.0
+"""For which a program may be compiled and loaded without a call that waits for it, seconds.
+
+An engine is ended if a load takes longer than this and continues after the deadline of the first call for it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Load:
     engine_key: str
     work: EngineRequest
     ends_at: float
-    """Loop time until which loading may take; see `_LOAD_S`."""
+    """Loop time until which loading may take; see `LONGEST_LOAD_S`."""
     holders: int = 0
     has_run: bool = False
     """Whether a run of it has completed."""
@@ -183,8 +186,8 @@ class EngineProgramCache:
     ) -> Iterator[Load]:
         """Loads a program unless it is loaded, and prevents its removal within this context. Raises BLOB_NOT_FOUND.
 
-        `keeps_blobs`: whether its blobs are pinned until it is loaded; if not, loading may fail. If no call waits for a
-        load any more, it ends as a call does: see `Engine.abandon`.
+        `keeps_blobs`: whether its blobs are pinned until it is loaded; if not, loading may fail. A load that has
+        started goes on if no call waits for it any more, so that the next call finds it; see `LONGEST_LOAD_S`.
         """
         self.reset_if_replaced()
         load = self._loads.get(program.key)
@@ -195,7 +198,7 @@ class EngineProgramCache:
             self._loads.move_to_end(program.key)
         load.holders += 1
         if load.holders == 1:
-            self._engine.limit_run(load.work, load.ends_at, _LOAD_S)
+            self._engine.limit_run(load.work, load.ends_at, LONGEST_LOAD_S)
         try:
             self._drop_surplus()
             yield load

@@ -25,7 +25,8 @@ from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import CallPath, record_path
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import InlineKey, ProgramCache, SpecDigests
+from gradrule_server.programs.cache import InlineKey, ProgramCache, SessionKey, SpecDigests
+from gradrule_server.programs.compile_tasks import CompileTasks
 from gradrule_server.programs.compiler import Compiler, RunnableProgram
 from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.known_calls import (
@@ -103,7 +104,9 @@ class ProgramService:
         self.runner = ProgramRunner(loaded, blobs)
         """Runs compiled programs."""
         self._compiler = Compiler(loaded, self.preparer, limits, blobs, owner)
-        self.stored = StoredPrograms(programs, rules, self._compiler, self.cache)
+        self.compile_tasks = CompileTasks(lambda: pool.is_kept_waiting_by(owner))
+        """The compilations that run now."""
+        self.stored = StoredPrograms(programs, rules, self._compiler, self.cache, self.compile_tasks)
         self._known = KnownCalls(self.cache, loaded)
         self._has_known_calls = has_known_calls
 
@@ -173,10 +176,24 @@ class ProgramService:
         answer, process, program = await self._evaluate(request, None, call, received_ns, mode)
         return ForwardRun(answer, mode.kept_bytes, process, program.workload)
 
-    async def compile_for_session(self, spec: bytes, call: CallShape, mode: RunMode) -> RunnableProgram:
-        """Returns a program for a session, loaded into the session's engine; does not add it to the cache."""
-        lookup = RegistryLookup(self._rules)
-        return await self._compiler.compile(spec, replace(call, session=True), lookup, self.runner.recovery(mode))
+    async def compile_for_session(self, key: SessionKey, spec: bytes, mode: RunMode) -> RunnableProgram:
+        """Returns a program for a session, loaded into the session's engine, and adds it to the cache.
+
+        `spec`: Bytes of the `ProgramSpec` with the graph, which `key` lacks.
+        """
+
+        async def compile(recovery: CallRecovery[Engine]) -> RunnableProgram:
+            shape, lookup = replace(key.call, session=True), RegistryLookup(self._rules)
+            program = await self._compiler.compile(spec, shape, lookup, recovery)
+            self.cache.put(key, program)
+            return program
+
+        return await self.compile_tasks.run(key, self.runner.recovery(mode), compile, len(spec))
+
+    def end_session(self, name: str) -> None:
+        """Drops the programs of a session that has ended, and those that are being compiled for it."""
+        self.cache.remove_session(name)
+        self.compile_tasks.cancel(lambda key: isinstance(key, SessionKey) and key.session == name)
 
     async def run_inline(self, request: link_pb2.RawEvaluateRequest, received_ns: int, mode: RunMode) -> bytes:
         """Runs the program that a request holds; returns the bytes of an `EvaluateResponse`."""
@@ -284,21 +301,26 @@ class ProgramService:
         if found is not None:
             return found, False
 
-        def is_known(digest: bytes) -> bool:
-            # Other bytes may hold the same spec, because maps have no order.
-            nonlocal key, found
-            self._spec_digests.put(raw, digest)
-            key = key._replace(spec_hash=digest)
-            found = self.cache.get(key, is_counted=False)
-            return found is not None
+        async def compile(recovery: CallRecovery[Engine]) -> tuple[RunnableProgram, bool]:
+            own_key, known = key, None
 
-        rules = RegistryLookup(self._rules)
-        program = await self._compiler.compile_unless_known(spec, call, rules, recovery, is_known)
-        if program is not None:
-            self.cache.put(key, program)
-            return program, True
-        assert found is not None
-        return found, False
+            def is_known(digest: bytes) -> bool:
+                # Other bytes may hold the same spec, because maps have no order.
+                nonlocal own_key, known
+                self._spec_digests.put(raw, digest)
+                own_key = own_key._replace(spec_hash=digest)
+                known = self.cache.get(own_key, is_counted=False)
+                return known is not None
+
+            rules = RegistryLookup(self._rules)
+            program = await self._compiler.compile_unless_known(spec, call, rules, recovery, is_known)
+            if program is not None:
+                self.cache.put(own_key, program)
+                return program, True
+            assert known is not None
+            return known, False
+
+        return await self.compile_tasks.run(key, recovery, compile, len(spec))
 
 
 _NOT_FINDINGS = frozenset(

@@ -291,7 +291,7 @@ class Session:
         self._handles.close_all()
         if self._name:
             self._manager.close(self._name)
-            self._manager.program_service.cache.remove_session(self._name)
+            self._manager.program_service.end_session(self._name)
             if self._process is not None and not self._process.is_gone:
                 self._process.engine.notify(Kind.END_SESSION, release_payload(self._name))
                 self._process.engine.add_kept(self._process.generation, -1)
@@ -441,9 +441,7 @@ class Session:
             overrides = self._overrides if own_spec.WhichOneof("derivative") else b""
             spec = own_spec.SerializeToString() + self._graph + overrides
             async with self._reporting_loss():
-                program = await self._manager.program_service.compile_for_session(spec, key.call, mode)
-            if self._name:
-                self._manager.program_service.cache.put(key, program)
+                program = await self._manager.program_service.compile_for_session(key, spec, mode)
         async with self._reporting_loss():
             result = await self._manager.program_service.runner.run(
                 program, call, received_ns, compile_started, mode, is_new=is_new

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import ProgramCache, StoredKey
-from gradrule_server.programs.compiler import Compiler, RunnableProgram
+from gradrule_server.programs.compile_tasks import CompileTasks
+from gradrule_server.programs.compiler import Compiler, RunnableProgram, StoredParts
 from gradrule_server.programs.preparer import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.programs import PROGRAM_PREFIX, ProgramRegistry, StoredProgram
@@ -22,10 +25,25 @@ from gradrule_server.registry.rules import RuleRegistry
 _BASE = CallShape()
 
 
+class _NewProgram(NamedTuple):
+    """What is compiled to be stored. `revision`: of the registry in which its rules are found."""
+
+    spec_hash: bytes
+    revision: int
+
+
 class StoredPrograms:
     """The stored programs of one tenant."""
 
-    def __init__(self, programs: ProgramRegistry, rules: RuleRegistry, compiler: Compiler, cache: ProgramCache) -> None:
+    def __init__(
+        self,
+        programs: ProgramRegistry,
+        rules: RuleRegistry,
+        compiler: Compiler,
+        cache: ProgramCache,
+        tasks: CompileTasks,
+    ) -> None:
+        self._tasks = tasks
         self._programs = programs
         self._rules = rules
         self._compiler = compiler
@@ -35,8 +53,13 @@ class StoredPrograms:
 
     async def create(self, spec: bytes, program_id: str, recovery: CallRecovery[Engine]) -> program_pb2.Program:
         """Compiles and stores a program. `spec`: Bytes of a `ProgramSpec`. `program_id`: Empty: one is derived."""
-        lookup = RegistryLookup(self._rules)
-        program, parts = await self._compiler.compile_to_store(spec, _BASE, lookup, recovery)
+
+        async def compile(recovery: CallRecovery[Engine]) -> tuple[RegistryLookup, RunnableProgram, StoredParts]:
+            lookup = RegistryLookup(self._rules)
+            return lookup, *await self._compiler.compile_to_store(spec, _BASE, lookup, recovery)
+
+        key = _NewProgram(hashlib.sha256(spec).digest(), self._rules.revision)
+        lookup, program, parts = await self._tasks.run(key, recovery, compile, len(spec))
 
         # In a thread, since it may hold a large graph.
         source = await asyncio.to_thread(program_pb2.ProgramSpec.FromString, parts.spec)
@@ -106,6 +129,7 @@ class StoredPrograms:
         """Drops a program from the cache that this or another server has deleted or replaced. `name`: full name."""
         self._deleted_names.add(name)
         self._cache.remove_stored(name)
+        self._tasks.forget(lambda key: isinstance(key, StoredKey) and key.name == name)
 
     def _content(self, stored: StoredProgram) -> tuple[bytes, bytes]:
         spec, snapshot = self._programs.content(stored)
@@ -117,16 +141,20 @@ class StoredPrograms:
         found = self._cache.get(key)
         if found is not None:
             return found, False
-        with self._deleted_names.watch() as deleted:
-            stored = await asyncio.to_thread(self._programs.get, key.name)
-            graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
-            compiled = await self._compiler.compile_stored(
-                graph_bytes, functools.partial(self._content, stored), key.call, recovery
-            )
-            program = _described(compiled, stored)
-            if key.name not in deleted:
-                self._cache.put(key, program, is_used=is_used)
-        return program, True
+
+        async def compile(recovery: CallRecovery[Engine]) -> RunnableProgram:
+            with self._deleted_names.watch() as deleted:
+                stored = await asyncio.to_thread(self._programs.get, key.name)
+                graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
+                compiled = await self._compiler.compile_stored(
+                    graph_bytes, functools.partial(self._content, stored), key.call, recovery
+                )
+                program = _described(compiled, stored)
+                if key.name not in deleted:
+                    self._cache.put(key, program, is_used=is_used)
+                return program
+
+        return await self._tasks.run(key, recovery, compile), True
 
 
 class DeletedNames:

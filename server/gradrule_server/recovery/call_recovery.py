@@ -33,7 +33,7 @@ _TRIAL_FACTOR = 5.0
 _POLL_S = 0.1
 _DID_NOT_END = "it did not come to an end when it ran alone"
 # Clients cancel at their deadlines, which may be this much before ours.
-_EARLY_S = 0.5
+EARLY_S = 0.5
 
 
 class _ClearedError(Exception):
@@ -103,7 +103,8 @@ class CallRecovery(Generic[EngineT]):
         self.is_building = False
         """Whether the current attempt reads, compiles or loads a graph, and runs nothing yet."""
         self._pinned = pinned
-        self._is_speculative = is_speculative
+        self.is_speculative = is_speculative
+        """Whether no client waits for it."""
         self._words = words
         self._kills = 0
         self._crashes = 0
@@ -114,13 +115,23 @@ class CallRecovery(Generic[EngineT]):
         # The loss of the engine that the call is suspected of.
         self._suspected_loss: EngineLost | None = None
 
+    def for_task(self, ends_at: float) -> CallRecovery[EngineT]:
+        """Returns one for work that calls share. `ends_at`: Loop time until which it may go on without a call."""
+        own = CallRecovery(self._engines, self._crash_history, ends_at=ends_at, pinned=self._pinned, words=self._words)
+        own.turn_ends_at = 0.0
+        return own
+
+    def extend(self, ends_at: float, turn_ends_at: float) -> None:
+        """Allows at least as much time as one more call has: see `ends_at` and `turn_ends_at`."""
+        self.ends_at, self.turn_ends_at = max(self.ends_at, ends_at), max(self.turn_ends_at, turn_ends_at)
+
     def recorder(self, workload: Workload) -> HistoryRecorder:
         """Returns what records the outcomes of the workload's requests."""
         return HistoryRecorder(self._crash_history, workload)
 
     def load_recorder(self, workload: Workload) -> HistoryRecorder | None:
         """Returns what records the outcome of loading the workload; None: nothing does."""
-        return None if self._is_speculative else self.recorder(workload)
+        return None if self.is_speculative else self.recorder(workload)
 
     async def run(
         self,
@@ -146,7 +157,7 @@ class CallRecovery(Generic[EngineT]):
             EngineLost: The call may be to blame for an engine's end.
             GradruleError: QUARANTINED, ENGINE_CRASHED, MEMORY_EXCEEDED, and what `attempt` raises.
         """
-        if self._is_speculative:
+        if self.is_speculative:
             return await self._run_shared(workload, attempt)
         try:
             return await self._run(workload, attempt, proves, undo)
@@ -310,7 +321,7 @@ class CallRecovery(Generic[EngineT]):
             async with asyncio.timeout(None) as limit, self._yields_to_next(limit, workload.owner, started + most_s):
                 return await trial
         except asyncio.CancelledError:
-            if not self.is_building and 0 < self.ends_at <= loop.time() + _EARLY_S:
+            if not self.is_building and 0 < self.ends_at <= loop.time() + EARLY_S:
                 history.record_overrun(workload, loop.time() - started, _DID_NOT_END)
             raise
         except TimeoutError:

@@ -472,6 +472,34 @@ async def test_a_call_that_holds_a_program_keeps_its_engine(starter: Starter) ->
     await pool.stop()
 
 
+async def test_a_compilation_without_a_caller_leaves_its_engine_to_another_tenant(starter: Starter) -> None:
+    pool = await _full_pool(starter, "a")
+    (engine,) = pool.engines
+    with engine.held():
+        work = engine.submit(Kind.COMPILE, b"long")
+        engine.limit_run(work, _deadline(), 60.0)
+        assert not pool.is_kept_waiting_by("a")
+        waits = asyncio.create_task(pool.provide("b", _deadline()))
+        await _until(lambda: pool.is_kept_waiting_by("a"))
+        assert not waits.done()
+        engine.abandon(work, _deadline())
+    await waits
+    assert engine not in pool.engines
+    await pool.stop()
+
+
+async def test_a_compilation_without_a_caller_does_not_end_its_engine(starter: Starter) -> None:
+    pool = _pool(times=replace(_TIMES, overrun_grace_s=0.01))
+    await pool.start()
+    (engine,) = pool.engines
+    work = engine.submit(Kind.COMPILE, b"long")
+    engine.abandon(work, _deadline(0.0))
+    await asyncio.sleep(0.05)
+    assert engine.is_ready
+    assert not engine.is_doomed
+    await pool.stop()
+
+
 async def test_calls_are_refused_shortly_before_their_deadlines_and_told_what_is_full(starter: Starter) -> None:
     pool = await _full_pool(starter, "abc")
     await pool.session_engine("s", _deadline())

@@ -136,6 +136,23 @@ async def test_workers_of_all_tenants_are_bounded_and_tenants_without_one_come_f
             await task.cancel()
 
 
+async def test_tenants_that_wait_for_the_worker_of_another_one_are_known(starter: Starter) -> None:
+    async with made(most=2) as among:
+        tasks = [Task(among, "ada"), Task(among, "bob")]
+        await asyncio.gather(*(task.started() for task in tasks))
+        assert not among.is_kept_waiting_by("ada")
+        tasks.append(Task(among, "ada"))
+        await asyncio.sleep(0)
+        assert not among.is_kept_waiting_by("ada")
+        assert among.is_kept_waiting_by("bob")
+        tasks.append(Task(among, "eve"))
+        await asyncio.sleep(0)
+        assert among.is_kept_waiting_by("ada")
+        assert not among.is_kept_waiting_by("eve")
+        for task in tasks:
+            await task.cancel()
+
+
 async def test_an_idle_worker_of_another_tenant_makes_room(starter: Starter) -> None:
     async with made(most=1) as among:
         await finished(among, starter, "ada")

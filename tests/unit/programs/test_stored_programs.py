@@ -18,6 +18,7 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import ProgramCache
+from gradrule_server.programs.compile_tasks import CompileTasks
 from gradrule_server.programs.compiler import CompiledProgram, Compiler, RunnableProgram, StoredParts
 from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.stored_programs import StoredPrograms
@@ -78,7 +79,8 @@ class Fixture:
     def restart(self, store: Store) -> None:
         """An empty cache."""
         rules = RuleRegistry(store, ["Sign"])
-        self.stored = StoredPrograms(self.registry, rules, self.compiler, ProgramCache(10, 10**6))
+        tasks = CompileTasks(lambda: False)
+        self.stored = StoredPrograms(self.registry, rules, self.compiler, ProgramCache(10, 10**6), tasks)
 
     async def create(self, digest: str) -> None:
         await self.stored.create(program_pb2.ProgramSpec(fetches=[digest]).SerializeToString(), "p", self.recovery)
@@ -126,6 +128,14 @@ async def test_feeding_placeholders_needs_no_variant(store: Store) -> None:
     await fixture.create("old")
     assert await fixture.find(CallShape(frozenset({"x"}))) == "old"
     assert fixture.compiler.asked == 1
+
+
+async def test_calls_of_a_program_that_is_not_compiled_compile_it_once(store: Store) -> None:
+    fixture = Fixture(store)
+    await fixture.create("old")
+    fixture.restart(store)
+    assert set(await asyncio.gather(*(fixture.find() for _ in range(8)))) == {"old"}
+    assert fixture.compiler.asked == 2
 
 
 async def test_cancelled_deletion_is_completed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
