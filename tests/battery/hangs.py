@@ -104,7 +104,8 @@ def judge(bad: HarmfulGraph, ended: HangResult, gone_s: float = GONE_S) -> list[
     """Returns the faults of the end of one graph."""
     # A growing graph may exhaust its memory first.
     found = harmful_requests.unexpected(bad, ended.judged, "MEMORY_EXCEEDED")
-    if ended.late_s > gone_s:
+    # A compilation goes on after the deadline of its call, for a limited time.
+    if ended.late_s > gone_s and "goes on" not in ended.judged.what:
         found.append(f"{bad.name}: an engine worked on {ended.late_s:.1f} s after the deadline ({ended.judged.reason})")
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -324,28 +325,21 @@ def test_slow_compilation_delays_no_other_program(supervised: RunningServer, own
 
 def test_program_is_compiled_once_although_deadlines_pass(own: Any) -> None:
     """The engine goes on, keeps what it has loaded, and the retry of a call finds its program compiled."""
-    feeds, long = {"x": np.float32(0.5)}, _chain(6_000)
+    feeds, long = {"x": np.float32(0.5)}, _chain(3_000)
     other = own.compile(_chain(3), ys=["y"], xs=["x"])
     other.evaluate(feeds)
 
     def loaded() -> list[tuple[int, int]]:
         return [(engine.pid, engine.programs) for engine in own.server_status().engines if engine.programs]
 
-    def call_late(timeout: float) -> None:
-        with refused("DEADLINE_EXCEEDED"):
-            own.evaluate(long, feeds=feeds, ys=["y"], xs=["x"], timeout=timeout)
-
-    before, timeout = loaded(), 0.5
-    while loaded() == before:
-        call_late(timeout)
-        # Until the engine compiles when the deadline passes.
-        timeout += 0.1
-    # Engines used to be ended this soon.
-    time.sleep(1.0)
-    call_late(0.2)
+    [(pid, count)] = loaded()
+    for timeout in itertools.count(0.5, 0.1):
+        # Deadlines pass while a worker prepares it, while the engine loads it, and in the first run.
+        with contextlib.suppress(gr.errors.DeadlineExceededError):
+            answer = own.evaluate(long, feeds=feeds, ys=["y"], xs=["x"], timeout=timeout)
+            break
+    assert answer.gradients["x"] is not None
     assert own.server_status().quarantined_program_count == 0
-    assert own.evaluate(long, feeds=feeds, ys=["y"], xs=["x"], timeout=200.0).gradients["x"] is not None
-    [(pid, count)] = before
     assert loaded() == [(pid, count + 1)]
     assert other.evaluate(feeds).timings.compile == 0
 

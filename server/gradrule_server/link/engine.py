@@ -345,8 +345,10 @@ class Engine:
         loop = asyncio.get_running_loop()
         # After the deadline, or if no one else loses anything, there is no reason to wait.
         patience_s = min(max(0.0, ends_at - loop.time()), self._times.cancel_patience_s) if self.kept else 0.0
-        timer = loop.call_later(patience_s + self._times.overrun_grace_s, self._end_abandoned, request, ends_at)
-        request.set_timer(timer)
+        due = loop.time() + patience_s + self._times.overrun_grace_s
+        if request.recorder is not None and request.started_at is not None:
+            due = max(due, request.started_at + request.recorder.least_run_s)
+        request.set_timer(loop.call_at(due, self._end_abandoned, request, ends_at))
 
     def _end_abandoned(self, request: EngineRequest, ends_at: float) -> None:
         """Ends the engine, or waits longer if that would cost other callers more than the request costs them."""

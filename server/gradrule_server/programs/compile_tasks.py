@@ -136,15 +136,20 @@ class CompileTasks:
         if left_s is not None:
             found.recovery.extend(recovery.ends_at, min(recovery.turn_ends_at or math.inf, loop.time() + left_s))
         found.calls += 1
+        is_late = False
         try:
             await asyncio.wait({found.task}, timeout=left_s)
             if found.task.done():
                 return found.task.result()
+            is_late = True
+        except asyncio.CancelledError:
+            # Clients cancel calls at their deadlines too.
+            is_late = 0 < recovery.ends_at <= loop.time() + EARLY_S
+            raise
         finally:
             found.calls -= 1
             if not (found.calls or found.task.done()):
-                # Clients cancel calls at their deadlines too.
-                self._leave(key, found, is_late=0 < recovery.ends_at <= loop.time() + EARLY_S)
+                self._leave(key, found, is_late=is_late)
         if found.calls or found.outlives_calls:
             outcome = "this goes on: send the call again later to find it done"
         else:

@@ -254,11 +254,9 @@ class Compiler:
             async with self._loaded.hold_with_blobs(
                 loadable, engine, recovery.ends_at, recovery.load_recorder(loadable.workload)
             ) as held:
-                try:
-                    return await self._loaded.wait(held, may_move=engine is None)
-                finally:
-                    if describes and held.is_done:
-                        self._loaded.forget(held)
+                if describes:
+                    held.work.answer.add_done_callback(lambda _: self._loaded.forget(held))
+                return await self._loaded.wait(held, may_move=engine is None)
 
         recovery.is_building = True
         reply = await recovery.run(loadable.workload, load, proves=False)

@@ -28,6 +28,10 @@ LONGEST_LOAD_S = 120.0
 An engine is ended if a load takes longer than this and continues after the deadline of the first call for it.
 """
 
+# The first run of a program takes about as long as loading it. Less than the factor from which on a first run counts as
+# a crash: see `CrashHistory.record_overrun`.
+_FIRST_RUN_FACTOR = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
@@ -80,6 +84,8 @@ class Load:
     holders: int = 0
     has_run: bool = False
     """Whether a run of it has completed."""
+    loading_s: float = 0.0
+    """How long the engine took to load it, seconds."""
     is_forgotten: bool = False
     """Whether the engine has unloaded the program, or will soon."""
 
@@ -88,6 +94,11 @@ class Load:
         """Whether calls can use the program now."""
         is_current = self.generation == self.engine.generation and not self.engine.is_given_away
         return is_current and not self.is_forgotten and self.is_loaded
+
+    @property
+    def least_run_s(self) -> float:
+        """Seconds that a run may take although its deadline passes: the first one optimizes what was loaded."""
+        return 0.0 if self.has_run else min(_FIRST_RUN_FACTOR * self.loading_s, LONGEST_LOAD_S)
 
     @property
     def is_done(self) -> bool:
@@ -260,12 +271,14 @@ class EngineProgramCache:
         self._bytes += program.loaded_size
         self._blob_sizes.add(program)
         self._update_count()
-        work.answer.add_done_callback(lambda answer: self._forget_failed(load, answer))
+        work.answer.add_done_callback(lambda answer: self._finish(load, answer))
         return load
 
-    def _forget_failed(self, load: Load, answer: asyncio.Future[bytes]) -> None:
+    def _finish(self, load: Load, answer: asyncio.Future[bytes]) -> None:
         if answer.cancelled() or answer.exception() is not None:
             self.forget(load)
+        elif load.work.started_at is not None:
+            load.loading_s = asyncio.get_running_loop().time() - load.work.started_at
 
     @property
     def _is_too_full(self) -> bool:

@@ -247,9 +247,10 @@ class KnownCalls:
                 return None
             if load is not call.load:
                 call.set_load(load)
-        # The first run also compiles. The loop's clock is CLOCK_MONOTONIC, as that of `received_ns`.
-        limit_at = received_ns / 1e9 + call.run_limit_s if load.has_run else math.inf
-        if now >= limit_at:
+        # The loop's clock is CLOCK_MONOTONIC, as that of `received_ns`.
+        limit_at = received_ns / 1e9 + call.run_limit_s
+        # The first run also compiles, so `ProgramRunner` limits it in another way.
+        if not load.has_run or now >= limit_at:
             return None
         record_path(CallPath.KNOWN)
         self._loaded.crash_history.check(call.recorder.workload)
@@ -280,7 +281,6 @@ class KnownCalls:
             return None
         finally:
             load.holders -= 1
-        load.has_run = True
         if now >= call.used_at + _MARK_INTERVAL_S:
             self._mark_used(structure, call, load, now)
         record_known_call(answer, received_ns)

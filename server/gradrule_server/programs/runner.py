@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
@@ -294,7 +294,7 @@ class ProgramRunner:
                 recovery.is_building = False
                 try:
                     with limit.for_run(load):
-                        answer = await mode.run(load.engine, run, recorder)
+                        answer = await mode.run(load.engine, run, replace(recorder, least_run_s=load.least_run_s))
                 except ProgramNotLoaded:
                     self._loaded.forget(load)
                     raise

@@ -186,6 +186,11 @@ class OutcomeRecorder(Protocol):
         """What the request is blamed as; the same for all requests of one workload."""
         ...
 
+    @property
+    def least_run_s(self) -> float:
+        """Seconds that the request may run before its engine is ended, even if its deadline passes."""
+        ...
+
     def record_completion(self, seconds: float) -> None:
         """Records that the engine completed the request, and how long it worked on it."""
         ...
@@ -205,6 +210,7 @@ class HistoryRecorder:
 
     crash_history: CrashHistory
     workload: Workload
+    least_run_s: float = 0.0
 
     def record_completion(self, seconds: float) -> None:
         """See `OutcomeRecorder`."""

@@ -34,6 +34,16 @@ async def test_a_call_cancelled_before_its_deadline_ends_the_engine_without_blam
     assert recorder.seconds == []
 
 
+async def test_a_first_run_that_overruns_its_deadline_has_more_time() -> None:
+    engine, recorder = FakeEngine(times=_QUICK), FakeRecorder()
+    process, recorder.least_run_s = engine.fake, 0.3
+    await _give_up(engine, _in(0.02), recorder)
+    async with asyncio.timeout(5):
+        while not process.is_killed:
+            await asyncio.sleep(0.001)
+    assert recorder.seconds[0] >= 0.3
+
+
 async def test_an_overrun_is_recorded_once_with_its_time() -> None:
     engine, recorder = FakeEngine(times=_QUICK), FakeRecorder()
     process = engine.fake

@@ -86,6 +86,12 @@ async def test_a_compilation_goes_on_after_the_deadline_of_its_call(fixture: Fix
     assert (fixture.started, fixture.cancelled) == (1, 0)
 
 
+async def test_a_call_is_late_at_any_deadline(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives up longer before a long deadline than clients cancel before theirs."""
+    monkeypatch.setattr(compile_tasks_module, "EARLY_S", 0.0)
+    assert "goes on" in await fixture.call_late()
+
+
 async def test_a_compilation_ends_if_its_only_call_is_cancelled(fixture: Fixture) -> None:
     cancelled, waits = fixture.call(_LONG_S), fixture.call(_LONG_S)
     await wait_for_condition(lambda: fixture.started)

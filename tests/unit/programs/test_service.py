@@ -19,6 +19,7 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
+from gradrule_server.programs import engine_cache as engine_cache_module
 from gradrule_server.programs.cache import InlineKey, SessionKey, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.engine_cache import Loadable
@@ -277,6 +278,38 @@ async def test_first_run_after_a_load_ends_at_the_deadline(tmp_path: Path) -> No
     # The front end cancels calls at their deadlines.
     await asyncio.wait([running], timeout=0.35)
     running.cancel()
+    async with asyncio.timeout(10):
+        await connection.wait_closed()
+
+
+async def test_first_run_has_more_time_than_its_deadline_if_the_load_took_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It optimizes what was loaded. A later run has not."""
+    monkeypatch.setattr(engine_cache_module, "_FIRST_RUN_FACTOR", 1e6)
+    fixture = Fixture(tmp_path)
+    connection = fixture.engine.fake.connection
+    request = evaluate_pb2.EvaluateRequest(spec=_SPEC, feeds=feeds())
+
+    async def give_up(number: int) -> None:
+        raw, ends_at = link_pb2.RawEvaluateRequest.FromString(request.SerializeToString()), 0.2
+        mode = RunOnce(asyncio.get_running_loop().time() + ends_at)
+        running = asyncio.create_task(fixture.service.run_inline(raw, time.monotonic_ns(), mode))
+        if number == 1:
+            sent = await fixture.engine.next(Kind.COMPILE)
+            await asyncio.sleep(0.01)
+            fixture.engine.answer(sent, Kind.COMPILED)
+        await fixture.engine.next(Kind.RUN, number)
+        await asyncio.wait([running], timeout=ends_at)
+        running.cancel()
+        await asyncio.wait([running])
+
+    await give_up(1)
+    # Engines are ended half a second after deadlines.
+    await asyncio.sleep(1.0)
+    assert not connection.is_closed
+    await fixture.evaluate(request)
+    await give_up(3)
     async with asyncio.timeout(10):
         await connection.wait_closed()
 
