@@ -280,6 +280,7 @@ def create_sources(
                 loaded.held_bytes,
                 settings.program_cache * engines,
                 settings.program_cache_bytes * engines,
+                loaded.unloads,
             ),
         )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +17,15 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule_server.link.fork_server import engine_environment
+from gradrule_server.link.monitor import resident_sizes
 from tests.service.answers import refused
 from tests.service.graph_defs import build_graph_def, placeholder
-from tests.service.servers import RunningServer, running_server
+from tests.service.servers import RunningServer, free_port, running_server
 
 # The smallest limit that is allowed, and what `auto` gives in a small container.
 _LIMIT = "1GiB"
 _PATIENCE_S = 300.0
+_UNLOADED = 'gradrule_cache_evictions_total{cache="loaded",reason="memory"}'
 _UNITS = (tf.nn.relu, tf.tanh, tf.nn.softplus, tf.identity)
 
 _IN_A_PROCESS = """
@@ -60,9 +65,15 @@ def test_allocation_beyond_the_limit_fails_and_the_process_survives() -> None:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[RunningServer]:
     """A server whose engines have little memory."""
-    with running_server(tmp_path_factory.mktemp("small"), ("--memory-limit", _LIMIT, "--device", "cpu")) as running:
+    flags = ("--memory-limit", _LIMIT, "--device", "cpu", "--metrics-port", str(metrics_port))
+    with running_server(tmp_path_factory.mktemp("small"), flags) as running:
         yield running
 
 
@@ -70,6 +81,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def client(small: RunningServer) -> Iterator[Any]:
     with gr.connect(small.target) as connected:
         yield connected
+
+
+@pytest.fixture
+def metric(metrics_port: int) -> Callable[[str], float]:
+    """Returns the current value of a metric, given with its labels."""
+
+    def read(name: str) -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    return read
 
 
 def _chain(nodes: int) -> gr.Graph:
@@ -82,16 +105,23 @@ def _chain(nodes: int) -> gr.Graph:
     return gr.Graph.from_bytes(build_graph_def(build).SerializeToString())
 
 
-def _weights(mib: int) -> gr.Graph:
+def _weights(mib: int, seed: int = 0) -> gr.Graph:
     """Returns a graph with a constant of this size: y = sum(relu(x @ w))."""
     columns = mib * (1 << 20) // 4 // 64
 
     def build() -> None:
         x = placeholder("x", tf.float32, (None, 64))
-        weights = tf.constant(np.random.default_rng(0).normal(size=(64, columns)).astype(np.float32))
+        weights = tf.constant(np.random.default_rng(seed).normal(size=(64, columns)).astype(np.float32))
         tf.identity(tf.reduce_sum(tf.nn.relu(x @ weights), 1), name="y")
 
     return gr.Graph.from_bytes(build_graph_def(build).SerializeToString())
+
+
+def _repeated() -> None:
+    """Applies relu to n copies of x: the backward part needs its output."""
+    x = placeholder("x", tf.float32, (None, 1024))
+    n = placeholder("n", tf.int32, [])
+    tf.reduce_sum(tf.nn.relu(tf.tile(x, tf.stack([n, 1]))), name="y")
 
 
 def _gradient(client: Any, graph: gr.Graph, columns: int, rule: str) -> Any:
@@ -121,15 +151,34 @@ def test_least_limit_serves_ten_maps_of_a_graph_with_1200_nodes(small: RunningSe
     assert not client.server_status().quarantined_programs
 
 
-def test_programs_that_fit_alone_are_never_refused(client: Any) -> None:
-    """Three of them are more than the limit, so an engine without memory is replaced."""
-    graph, first = _weights(48), None
-    for index, rule in enumerate(_rules(client, 4)):
-        gradient = _gradient(client, graph, 64, rule)
-        first = gradient if first is None else first
-        np.testing.assert_allclose(gradient, first * (1 + index / 1000), rtol=1e-4, atol=0.01)
-    ended = {reason for engine in client.server_status().engines for reason in engine.ended}
-    assert ended & {"full", "memory"}
+def test_idle_programs_are_unloaded_before_an_engine_is_full(
+    small: RunningServer, client: Any, metric: Callable[[str], float]
+) -> None:
+    """Forward handles hold most of the memory. Programs are unloaded, so the engine and its handles stay."""
+    program = client.compile(build_graph_def(_repeated), fetches=["y"], ys=["y"], xs=["x"])
+    before, unloaded = small.wait_for_engine(), metric(_UNLOADED)
+    feeds = {"x": np.ones((1024, 1024), np.float32), "n": np.int32(30)}
+    with contextlib.ExitStack() as handles:
+        for _ in range(5):
+            handle = handles.enter_context(program.forward(feeds, timeout=_PATIENCE_S))
+            assert handle.bytes >= 120 << 20
+        for rule in _rules(client, 3):
+            assert _gradient(client, _chain(100), 8, rule).shape == (2, 8)
+        assert metric(_UNLOADED) > unloaded
+        assert handle.vjp()["x"].shape == (1024, 1024)
+    assert small.engine_pid() == before
+
+
+def test_programs_that_fit_alone_are_never_refused(
+    small: RunningServer, client: Any, metric: Callable[[str], float]
+) -> None:
+    """All together are more than the limit, in turn and again."""
+    graphs, (rule,) = [_weights(24, seed) for seed in range(6)], _rules(client, 1)
+    first = [_gradient(client, graph, 64, rule) for graph in graphs]
+    for graph, wanted in zip(graphs, first, strict=True):
+        np.testing.assert_array_equal(_gradient(client, graph, 64, rule), wanted)
+    loaded = sum(engine.programs for engine in client.server_status().engines)
+    assert loaded >= len(graphs) or metric(_UNLOADED) > 0
     assert not client.server_status().quarantined_programs
 
 
@@ -139,8 +188,26 @@ def test_program_that_does_not_fit_alone_is_told_so(client: Any) -> None:
     for _ in range(2):
         with refused("MEMORY_EXCEEDED") as refusal:
             _gradient(client, graph, 64, rule)
-        refusal.says("takes more memory", "--memory-limit", "smaller batch")
+        refusal.says("takes more memory", "iB of 1 GiB (--memory-limit) were in use", "smaller batch")
     assert not client.server_status().quarantined_programs
     small_graph = _chain(4)
     for _ in range(100):
         assert _gradient(client, small_graph, 8, rule).shape == (2, 8)
+
+
+def test_memory_of_different_programs_is_bounded(tmp_path: Path) -> None:
+    """Programs beyond the most that an engine keeps are unloaded, and their memory is used again."""
+    with (
+        running_server(tmp_path, ("--device", "cpu", "--program-cache", "50")) as running,
+        gr.connect(running.target) as client,
+    ):
+        sizes = []
+        for index in range(300):
+            g = gr.Graph()
+            g.op_output("Relu", g.placeholder("x", "float32", [None, index + 1]), name="y")
+            client.evaluate(g, {"x": np.ones((1, index + 1), np.float32)}, ys=["y"], xs=["x"], timeout=_PATIENCE_S)
+            if index in (149, 299):
+                sizes.append(resident_sizes(running.wait_for_engine())[0])
+        assert sum(engine.programs for engine in client.server_status().engines) <= 50
+    # 150 programs that stay take some 50 MiB.
+    assert sizes[1] - sizes[0] < 25 << 20

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import resource
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +23,9 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.graph_import import label_varying
 from gradrule_server.engine.memory_estimate import Estimator, MemoryNeed, static_bytes
 from gradrule_server.errors import Finding, NoMemoryLeft, error
-from gradrule_server.link.operating_system import allocated_bytes
+from gradrule_server.link.framing import FrameSocket, Kind
+from gradrule_server.link.operating_system import HeapTrimmer, allocated_bytes, map_large_blocks
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import input_numbers
 
 # Inputs that decide how large an output is, by op: a call may feed them.
@@ -39,6 +44,8 @@ _REMEDY = (
     "Send a smaller batch or graph, delete programs and handles that are not needed, or start the server with a larger "
     "--memory-limit"
 )
+# Programs refer to themselves, so only the garbage collector frees all of their memory: in 10 ms, or 400 if it is much.
+_MAX_GARBAGE_BYTES = 16 << 20
 # Number of results that are kept.
 _MAX_RESULTS = 256
 
@@ -52,8 +59,8 @@ class _ProcessLimit:
     """The memory limit of this process."""
 
     bytes = 0
-    first_allocated = 0
-    """Bytes that were allocated when the limit was set."""
+    first_allocated = first_resident = 0
+    """Bytes that were allocated, and that lay in memory, when the limit was set."""
 
 
 def limit_memory(limit: int, threads: int = 0) -> None:
@@ -63,9 +70,10 @@ def limit_memory(limit: int, threads: int = 0) -> None:
     and TensorFlow's.
     """
     _ProcessLimit.bytes, _ProcessLimit.first_allocated = limit, allocated_bytes()
+    _ProcessLimit.first_resident = _status("RssAnon")
     if not limit:
         return
-    reserved = max(0, _status("VmData") - _status("RssAnon"))
+    reserved = max(0, _status("VmData") - _ProcessLimit.first_resident)
     most = limit + reserved + _stack_bytes() * (threads + _TF_THREADS_PER_CORE * len(os.sched_getaffinity(0)))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
@@ -74,10 +82,11 @@ def limit_memory(limit: int, threads: int = 0) -> None:
 
 
 def memory_error(what: str) -> NoMemoryLeft:
-    """Returns MEMORY_EXCEEDED for a request for which no memory is left, with what is in use and the limit."""
+    """Returns MEMORY_EXCEEDED for a request for which no memory is left, with what was in use and the limit."""
     limit = f"{_format_bytes(_ProcessLimit.bytes)} (--memory-limit)" if _ProcessLimit.bytes else "the machine's memory"
-    used = _format_bytes(_status("RssAnon"))
-    message = f"no memory is left; {used} of {limit} are in use: {what}. {_REMEDY}"
+    # What failed has freed its memory by now, so the most that was ever in use says more.
+    used = _format_bytes(max(_status("RssAnon"), _status("VmHWM") - _status("RssFile") - _status("RssShmem")))
+    message = f"no memory is left; up to {used} of {limit} were in use: {what}. {_REMEDY}"
     holds_nothing = allocated_bytes() - _ProcessLimit.first_allocated < _NOTHING_SHARE * _ProcessLimit.bytes
     return NoMemoryLeft([Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)], holds_nothing=holds_nothing)
 
@@ -85,6 +94,67 @@ def memory_error(what: str) -> NoMemoryLeft:
 def exhausted_error() -> NoMemoryLeft:
     """Returns MEMORY_EXCEEDED to encode while there is memory, for a time when `memory_error` itself has none."""
     return NoMemoryLeft([Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"no memory is left. {_REMEDY}")])
+
+
+class ProgramMemory:
+    """Measures the memory of each program, reports it to the front end, and frees that of unloaded programs.
+
+    Thread-safe. `frames`: the link. `device`: where programs run.
+    """
+
+    def __init__(self, frames: FrameSocket, device: str) -> None:
+        self._frames = frames
+        self._gpu = device if device.startswith("GPU") else ""
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._measuring = 0
+        self._garbage_bytes = 0
+        self._trimmer = HeapTrimmer()
+
+    @contextlib.contextmanager
+    def measured(self, key: str) -> Iterator[None]:
+        """Measures what the code within this context adds to a program."""
+        before = self._allocated()
+        with self._mapping_large_blocks():
+            yield
+        self._sizes[key] = self._sizes.get(key, 0) + max(0, self._allocated() - before)
+        self._trimmer.trim_if_due(time.monotonic())
+        self.report(key)
+
+    @contextlib.contextmanager
+    def _mapping_large_blocks(self) -> Iterator[None]:
+        """Keeps large constants and messages out of the heap: there, the holes that they leave count as memory."""
+        with self._lock:
+            self._measuring += 1
+            map_large_blocks(is_on=True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._measuring -= 1
+                map_large_blocks(is_on=self._measuring > 0)
+
+    def unloaded(self, key: str) -> None:
+        """Frees the memory of a program to which nothing refers any more, at the latest with the next ones."""
+        self._garbage_bytes += self._sizes.pop(key, 0)
+        if self._garbage_bytes >= _MAX_GARBAGE_BYTES:
+            self.free()
+            self.report()
+
+    def free(self) -> None:
+        """Frees all memory to which nothing refers, and returns it to the system."""
+        self._garbage_bytes = 0
+        self._trimmer.trim(time.monotonic())
+
+    def report(self, key: str = "") -> None:
+        """Tells the front end how much memory is in use, and how much of it a program takes."""
+        used = _ProcessLimit.first_resident + allocated_bytes() - _ProcessLimit.first_allocated
+        notice = link_pb2.MemoryNotice(key=key, program_bytes=self._sizes.get(key, 0), used_bytes=used)
+        self._frames.send(Kind.MEMORY_NOTICE, 0, notice.SerializeToString())
+
+    def _allocated(self) -> int:
+        on_gpu = tf.config.experimental.get_memory_info(self._gpu)["current"] if self._gpu else 0
+        return allocated_bytes() + int(on_gpu)
 
 
 def _stack_bytes() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 
 import tensorflow as tf
@@ -17,12 +18,12 @@ from gradrule_server.engine.build import build
 from gradrule_server.engine.derivatives import SPARSE
 from gradrule_server.engine.jit import JitCompiler
 from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
-from gradrule_server.engine.memory import exhausted_error, memory_error
+from gradrule_server.engine.memory import ProgramMemory, exhausted_error, memory_error
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.run import ForwardRuns, run
 from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
-from gradrule_server.errors import Finding, GradruleError, error, lacks_memory
+from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft, error, lacks_memory
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
@@ -30,6 +31,7 @@ from gradrule_server.preparation.worker import PreparationService
 from gradrule_server.recovery.endings import ProgramNotLoaded
 
 _log = logging.getLogger(__name__)
+_NOT_MEASURED = contextlib.nullcontext()
 
 
 class EngineService:
@@ -56,6 +58,8 @@ class EngineService:
         self._device = device
         self._disabled_fast_paths = disabled_fast_paths
         self._programs: dict[str, BuiltProgram] = {}
+        self._not_run: set[str] = set()
+        self._memory = ProgramMemory(frames, device)
         self._forward_runs = ForwardRuns(self._reader)
         self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, self._forward_runs, device)
         self._memories = memories or AttachedMemories(None)
@@ -84,26 +88,30 @@ class EngineService:
         """Sends each error that is raised within this context as a FAULT."""
         try:
             yield
-        except GradruleError as cause:
-            short = lacks_memory(cause.__cause__)
-            self._send_fault(request_id, self._no_memory_left(cause.__cause__) if short else cause)
-        except DecodeError as cause:
-            if lacks_memory(cause):
-                self._send_fault(request_id, self._no_memory_left(cause))
-                return
+            return
+        except Exception as cause:
+            failed, fault = cause, self._fault(request_id, cause)
+        if isinstance(fault, NoMemoryLeft):
+            # What was being built or run is garbage, and the next request may need its memory.
+            _clear_frames(failed)
+            self._memory.free()
+            self._memory.report()
+        self._send_fault(request_id, fault)
+
+    def _fault(self, request_id: int, cause: Exception) -> GradruleError:
+        """Returns what the caller gets for an exception."""
+        short = cause.__cause__ if isinstance(cause, GradruleError) else cause
+        if lacks_memory(short):
+            return memory_error(f"{len(self._programs)} programs are loaded ({str(short) or 'an allocation failed'})")
+        if isinstance(cause, GradruleError):
+            return cause
+        if isinstance(cause, DecodeError):
             # The front end passes on calls of stored programs without parsing their tensors.
             message = f"the bytes are no {evaluate_pb2.EvaluateRequest.DESCRIPTOR.full_name}"
-            self._send_fault(request_id, error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
-        except Exception as cause:
-            if lacks_memory(cause):
-                self._send_fault(request_id, self._no_memory_left(cause))
-                return
-            # This is the boundary of the process: the caller gets a FAULT, the log the whole error.
-            _log.exception("request %d failed", request_id)
-            self._send_fault(request_id, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
-
-    def _no_memory_left(self, cause: BaseException | None) -> GradruleError:
-        return memory_error(f"{len(self._programs)} programs are loaded ({str(cause) or 'an allocation failed'})")
+            return error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message)
+        # This is the boundary of the process: the caller gets a FAULT, the log the whole error.
+        _log.error("request %d failed", request_id, exc_info=cause)
+        return error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__)
 
     def _answer(self, frame: Frame) -> None:
         if frame.kind is Kind.PREPARE:
@@ -120,21 +128,22 @@ class EngineService:
             payload, contents = cut_large_tensors(frame.kind, payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)
-            answer = run(self._find_program(request.key), request, contents, self._reader, self._memories)
-            self._frames.send(Kind.RAN, frame.request_id, answer)
+            with self._measured(request.key):
+                built = self._find_program(request.key)
+                self._frames.send(
+                    Kind.RAN, frame.request_id, run(built, request, contents, self._reader, self._memories)
+                )
         elif frame.kind is Kind.DETACH:
             self._memories.detach(bytes(payload))
         elif frame.kind is Kind.COMPILE:
             reply = self._compile(link_pb2.CompileRequest.FromString(payload))
             self._frames.send(Kind.COMPILED, frame.request_id, reply.SerializeToString())
         elif frame.kind is Kind.UNLOAD:
-            key = link_pb2.UnloadRequest.FromString(payload).key
-            built = self._programs.pop(key, None)
-            if built is not None and built.jit is not None:
-                self._jit.report_dropped(key)
+            self._unload(link_pb2.UnloadRequest.FromString(payload).key)
         elif frame.kind is Kind.FORWARD:
             forward = link_pb2.ForwardRequest.FromString(payload)
-            kept = self._forward_runs.forward(self._find_program(forward.run.key), forward, contents, self._device)
+            with self._measured(forward.run.key):
+                kept = self._forward_runs.forward(self._find_program(forward.run.key), forward, contents, self._device)
             self._frames.send(Kind.RAN, frame.request_id, kept.SerializeToString())
         elif frame.kind is Kind.PULL_BACK:
             gradients = self._forward_runs.pull_back(link_pb2.PullBackRequest.FromString(payload), contents)
@@ -151,6 +160,20 @@ class EngineService:
         else:
             raise DecodeError(f"an engine takes no {frame.kind.name}")
 
+    def _measured(self, key: str) -> contextlib.AbstractContextManager[None]:
+        """Measures the first run of a program, in which TensorFlow makes an optimized copy of its graph."""
+        if key not in self._not_run:
+            return _NOT_MEASURED
+        self._not_run.discard(key)
+        return self._memory.measured(key)
+
+    def _unload(self, key: str) -> None:
+        if key in self._programs:
+            self._not_run.discard(key)
+            if self._programs.pop(key).jit is not None:
+                self._jit.report_dropped(key)
+            self._memory.unloaded(key)
+
     def _find_program(self, key: str) -> BuiltProgram:
         built = self._programs.get(key)
         if built is None:
@@ -162,13 +185,16 @@ class EngineService:
         if self._device.startswith("GPU"):
             # TensorFlow itself limits the memory of the device, which holds the tensors.
             request.memory_limit = 0
-        values = self._variable_cache.tensors(request.variables, request.blob_folder)
-        with self._build_lock:
+        # What is only described is not kept, so its memory is not counted.
+        measured = contextlib.nullcontext() if request.describe_only else self._memory.measured(request.key)
+        with self._build_lock, measured:
+            values = self._variable_cache.tensors(request.variables, request.blob_folder)
             built = build(request, values, self._device, self._disabled_fast_paths)
         if not request.describe_only:
             if request.jit == program_pb2.JIT_AUTO:
                 self._jit.allow(request.key, built)
             self._programs[request.key] = built
+            self._not_run.add(request.key)
         return link_pb2.CompileReply(
             statuses=built.statuses,
             default_gradient_nodes=built.default_gradient_nodes,
@@ -183,6 +209,13 @@ class EngineService:
 
     def _send_fault(self, request_id: int, cause: GradruleError) -> None:
         self._frames.send(Kind.FAULT, request_id, fault_message(cause).SerializeToString())
+
+
+def _clear_frames(cause: BaseException | None) -> None:
+    """Clears the variables of the functions that an exception has left."""
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 def tensorflow_version() -> str:

@@ -38,6 +38,36 @@ _MAX_UNREAD_BYTES = 1 << 20
 _MAX_JOINED_BYTES = 16 << 10
 
 
+class MeasuredMemory:
+    """The memory of an engine, as the engine has measured it.
+
+    Attributes:
+        used: What is in use, bytes; 0: not known yet.
+        programs: What all programs take, bytes.
+    """
+
+    def __init__(self) -> None:
+        self.used = self.programs = 0
+        self._sizes: dict[str, int] = {}
+
+    def apply(self, notice: link_pb2.MemoryNotice) -> None:
+        """Applies a notice of the engine."""
+        self.used = notice.used_bytes
+        if notice.key:
+            self.programs += notice.program_bytes - self._sizes.get(notice.key, 0)
+            self._sizes[notice.key] = notice.program_bytes
+
+    def size(self, key: str) -> int:
+        """Returns what a program takes, bytes; 0: not known. `key`: its key in the engine."""
+        return self._sizes.get(key, 0)
+
+    def forget(self, key: str) -> None:
+        """Subtracts a program that the engine unloads. The engine reports later what it has freed."""
+        size = self._sizes.pop(key, 0)
+        self.programs -= size
+        self.used = max(0, self.used - size)
+
+
 class Connection(RequestScheduler, asyncio.Protocol):
     """Exchanges frames with an engine. Everything happens on the loop that made it.
 
@@ -60,6 +90,7 @@ class Connection(RequestScheduler, asyncio.Protocol):
         super().__init__(asyncio.get_running_loop(), threads, Batches(max_batch_size, max_batch_delay_s))
         self.jit = JitState()
         """The programs that the engine runs with XLA."""
+        self.memory = MeasuredMemory()
         self._transfers = None if arenas is None else ArenaTransfers(arenas, self.loop, partial(self.notify, Kind.TRIM))
         self.memories = None if memories is None else MemoryChannel(memories, partial(self.notify, Kind.DETACH))
         """Passes on memory of clients, if the system can share memory."""
@@ -285,6 +316,9 @@ class Connection(RequestScheduler, asyncio.Protocol):
             return
         if kind is Kind.JIT_NOTICE:
             self.jit.apply(link_pb2.JitNotice.FromString(bytes(view)))
+            return
+        if kind is Kind.MEMORY_NOTICE:
+            self.memory.apply(link_pb2.MemoryNotice.FromString(bytes(view)))
             return
         if kind is Kind.FAULT and request_id in self._sent_batches:
             self._fail_batch(request_id, view)

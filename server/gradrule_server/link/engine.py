@@ -15,6 +15,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import start_logged_task
 from gradrule_server.errors import error
 from gradrule_server.link.batching import BatchKey
+from gradrule_server.link.connection import MeasuredMemory
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import jit_refusal
 from gradrule_server.link.monitor import EngineStatus
@@ -164,6 +165,11 @@ class Engine:
     def own_bytes(self) -> int:
         """The last measured memory that its process shares with no other; 0: not measured yet."""
         return self._process.own_bytes if self._process is not None else 0
+
+    @property
+    def memory(self) -> MeasuredMemory:
+        """The memory of its process, as the process has measured it."""
+        return self._process.connection.memory if self._process is not None else MeasuredMemory()
 
     @property
     def load(self) -> int:

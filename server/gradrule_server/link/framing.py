@@ -65,6 +65,7 @@ class Kind(enum.IntEnum):
     BATCH_NOTICE = 23
     DETACH = 24
     JIT_NOTICE = 30
+    MEMORY_NOTICE = 31
 
 
 # A dict is faster than the enum's own lookup.

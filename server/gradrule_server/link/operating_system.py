@@ -36,7 +36,9 @@ _SAMPLE_PERIOD_S = 1.0
 _SAMPLES = 4
 
 # Options of mallopt(3), see <malloc.h>.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+# Most blocks that are mapped; glibc's default.
+_MAX_MAPPED, _MAPPED_BYTES = 65536, 1 << 20
 _KEPT_BYTES = 1 << 30
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -152,7 +154,7 @@ OOM_KILLS = OomKills()
 
 
 class _MallocInfo(ctypes.Structure):
-    """What mallinfo2(3) returns; `uordblks` is the number of bytes in use."""
+    """What mallinfo2(3) returns."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS.split()]
 
@@ -169,13 +171,24 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+def map_large_blocks(*, is_on: bool) -> None:
+    """Sets whether glibc maps the pages of each new block of 1 MiB or more separately, and so returns them when freed.
+
+    Does nothing with other C libraries.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_MMAP_MAX, _MAX_MAPPED if is_on else 0)
+
+
 def allocated_bytes() -> int:
     """Returns the bytes that malloc has given to this process and not got back; 0 with other C libraries."""
     info = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if info is None:
         return 0
     info.restype = _MallocInfo
-    return int(info().uordblks)
+    return _allocated(info())
 
 
 class HeapTrimmer:
@@ -202,17 +215,27 @@ class HeapTrimmer:
             self._unused_before = self._unused()
         if self._unused() - self._unused_before < _MIN_UNUSED_BYTES:
             return False
-        self._trimmed_at = now
-        # Reset calls are in reference cycles, and each holds some 20 KiB of gRPC's memory.
-        gc.collect()
-        self._trim(0)
-        self._unused_before = self._unused()
+        self.trim(now)
         return True
+
+    def trim(self, now: float) -> None:
+        """Collects garbage and returns unused memory to the system. `now`: as in `trim_if_due`."""
+        self._trimmed_at = now
+        # Reset calls are in reference cycles, and each holds some 20 KiB of gRPC's memory. So are programs in engines.
+        gc.collect()
+        if self._trim is not None:
+            self._trim(0)
+            self._unused_before = self._unused()
 
     def _unused(self) -> int:
         """Returns the bytes that this process has taken and malloc does not use; they include Python's own objects."""
         found: _MallocInfo = self._info() if self._info is not None else _MallocInfo()
-        return _resident_bytes() - int(found.uordblks)
+        return _resident_bytes() - _allocated(found)
+
+
+def _allocated(info: _MallocInfo) -> int:
+    """Returns the bytes in use in arenas and in blocks that are mapped separately."""
+    return int(info.uordblks) + int(info.hblkhd)
 
 
 def _resident_bytes() -> int:

@@ -300,10 +300,15 @@ def _workers(found: WorkerStatus) -> Iterator[Metric]:
 def _caches(snapshot: Snapshot) -> Iterator[Metric]:
     entries = GaugeMetricFamily("gradrule_cache_entries", "Entries of the cache.", labels=["cache"])
     held_bytes = GaugeMetricFamily("gradrule_cache_bytes", "Approximate memory of the cache.", labels=["cache"])
+    evictions = CounterMetricFamily(
+        "gradrule_cache_evictions", "Programs that the cache dropped.", labels=["cache", "reason"]
+    )
     for cache in snapshot.caches:
         entries.add_metric([cache.name], cache.entries)
         held_bytes.add_metric([cache.name], cache.held_bytes)
-    yield from (entries, held_bytes)
+        for reason, count in cache.evictions.items():
+            evictions.add_metric([cache.name, reason], count)
+    yield from (entries, held_bytes, evictions)
 
 
 def _blob_cache(cache: BlobCache) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from google.protobuf.duration_pb2 import Duration
@@ -110,13 +110,14 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """The content and limits of a cache. Bytes are approximate."""
+    """The content and limits of a cache. Bytes are approximate. `evictions`: dropped entries by reason."""
 
     name: str
     entries: int
     held_bytes: int
     max_entries: int = 0
     max_bytes: int = 0
+    evictions: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,19 +212,16 @@ class Compiler:
         async with self._large.hold(self._owner):
             yield answer or await prepare()
 
-    async def _loadable(self, answer: Prepared) -> Loadable:
+    def _loadable(self, answer: Prepared) -> Loadable:
         """Returns what an engine needs to load a prepared program."""
         prepared = answer.message
         blobs, folder = tuple(prepared.blobs), self._blobs.folder_name
-        async with self._blobs.acquired(blobs):
-            sizes = tuple(self._blobs.size(name) for name in blobs)
         return Loadable(
             # Tenants do not share programs: the speed of a call would tell what other tenants run.
             f"{prepared.key}@{folder}" if folder else prepared.key,
             answer.compile_request,
             blobs,
             prepared.nodes,
-            sizes,
             prepared.likeness,
             prepared.derivative,
             self._blobs,
@@ -241,7 +238,7 @@ class Compiler:
         prepared = answer.message
         if prepared.is_known:
             return None
-        loadable = await self._loadable(answer)
+        loadable = self._loadable(answer)
         describes = describes and self._loaded.find_loaded(loadable) is None
         if describes:
             loadable = replace(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.link.engine import Engine
@@ -18,9 +18,12 @@ from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.recovery.endings import lost_before_start
 from gradrule_server.registry.blobs import BlobStore
 
-# Bytes of a node and its gradient in the engine, in TensorFlow's graphs before and after optimizing. Measured: from
-# 25 KiB (large Keras models) to 80 KiB (chains of elementwise ops with rules).
-_NODE_BYTES = 32 * 1024
+# Programs are unloaded while the engine uses more than this share of its memory limit. The rest is for building.
+_MAX_SHARE = 0.75
+# While it is built, a program takes up to this many times what it takes later.
+_BUILD_FACTOR = 2
+# Number of graphs whose size in engines is remembered.
+_MAX_REMEMBERED = 1024
 
 LONGEST_LOAD_S = 120.0
 """For which a program may be compiled and loaded without a call that waits for it, seconds.
@@ -42,7 +45,6 @@ class Loadable:
         request: Bytes of its `CompileRequest`.
         blobs: The blobs that the engine reads.
         nodes: The number of nodes of its graph.
-        blob_bytes: The size of each blob.
         graph: Digest of the graph, equal for all encodings of equal graphs.
         derivative: The derivative that it computes.
         store: The blobs of the tenant; None: those of the server.
@@ -53,7 +55,6 @@ class Loadable:
     request: bytes
     blobs: tuple[str, ...] = ()
     nodes: int = 0
-    blob_bytes: tuple[int, ...] = ()
     graph: str = ""
     derivative: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_UNSPECIFIED
     store: BlobStore | None = None
@@ -63,11 +64,6 @@ class Loadable:
     def workload(self) -> Workload:
         """What is blamed if the program ends engines."""
         return Workload(self.owner, self.graph, self.derivative)
-
-    @property
-    def loaded_size(self) -> int:
-        """Its approximate size in an engine without its blobs, bytes."""
-        return len(self.request) + _NODE_BYTES * self.nodes
 
 
 @dataclass(slots=True, eq=False)
@@ -117,38 +113,56 @@ class Load:
             raise lost_before_start()
 
 
-@dataclass(slots=True)
-class _BlobSizes:
-    """Counts the bytes of blobs that loaded programs hold, each blob once."""
+class ProgramSizes:
+    """Remembers what programs of a graph take in an engine, bytes. All tenants have different graphs."""
 
-    holders: Counter[str] = field(default_factory=Counter)
-    bytes: int = 0
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[tuple[str, str], int] = OrderedDict()
 
-    def add(self, program: Loadable) -> None:
-        for blob, size in zip(program.blobs, program.blob_bytes, strict=True):
-            self.bytes += 0 if self.holders[blob] else size
-            self.holders[blob] += 1
+    def get(self, program: Loadable) -> int:
+        """Returns what the last program of the same graph took; 0: not known."""
+        return self._sizes.get((program.owner, program.graph), 0)
 
-    def remove(self, program: Loadable) -> None:
-        for blob, size in zip(program.blobs, program.blob_bytes, strict=True):
-            self.holders[blob] -= 1
-            if not self.holders[blob]:
-                del self.holders[blob]
-                self.bytes -= size
+    def put(self, program: Loadable, size: int) -> None:
+        """Adds what a program takes."""
+        self._sizes[program.owner, program.graph] = size
+        self._sizes.move_to_end((program.owner, program.graph))
+        if len(self._sizes) > _MAX_REMEMBERED:
+            self._sizes.popitem(last=False)
 
 
 class EngineProgramCache:
-    """The programs of an engine's current process."""
+    """The programs of an engine's current process.
 
-    def __init__(self, engine: Engine, blobs: BlobStore, capacity: int, capacity_bytes: int) -> None:
+    Args:
+        engine: The engine.
+        blobs: The blobs of the server.
+        capacity: Most programs.
+        capacity_bytes: Most bytes of programs.
+        memory_limit: Memory limit of the engine, bytes; 0: none.
+        sizes: What programs of known graphs take.
+        unloads: Counts the programs that are unloaded, by reason: `count`, `bytes`, `memory`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        blobs: BlobStore,
+        capacity: int,
+        capacity_bytes: int,
+        memory_limit: int,
+        sizes: ProgramSizes,
+        unloads: Counter[str],
+    ) -> None:
         self._engine = engine
         self._blobs = blobs
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
+        self._memory_limit = memory_limit
+        self._sizes = sizes
+        self._unloads = unloads
         self._generation = 0
         self._loads: OrderedDict[str, Load] = OrderedDict()
-        self._blob_sizes = _BlobSizes()
-        self._bytes = 0
         self._last_number = 0
         self._started = 0
         """Loads that the current process started."""
@@ -158,8 +172,8 @@ class EngineProgramCache:
 
     @property
     def held_bytes(self) -> int:
-        """The approximate size of all programs with their blobs, bytes."""
-        return self._bytes + self._blob_sizes.bytes
+        """What all programs take in the engine, bytes."""
+        return self._engine.memory.programs
 
     def has(self, key: str) -> bool:
         """Returns whether the program is loaded, or going to be."""
@@ -187,8 +201,6 @@ class EngineProgramCache:
         # A program that was used or being loaded may have ended the process; calls load it again.
         left = [load for load in reversed(self._loads.values()) if load.is_loaded and not load.holders]
         self._loads.clear()
-        self._blob_sizes = _BlobSizes()
-        self._bytes = 0
         return left
 
     @contextlib.contextmanager
@@ -227,10 +239,9 @@ class EngineProgramCache:
     def forget(self, load: Load) -> None:
         """Removes a program that the engine does not have."""
         load.is_forgotten = True
+        self._engine.memory.forget(load.engine_key)
         if self._loads.get(load.program.key) is load:
             del self._loads[load.program.key]
-            self._bytes -= load.program.loaded_size
-            self._blob_sizes.remove(load.program)
             self._update_count()
 
     def is_only(self, load: Load) -> bool:
@@ -239,21 +250,22 @@ class EngineProgramCache:
         return self._started == 1 and load.generation == self._engine.generation and not is_used
 
     def make_room(self, load: Load) -> None:
-        """Frees the engine's memory, in which there is none left for a program: by a new process if possible."""
+        """Frees the engine's memory, in which there is none left for a program.
+
+        Unloads all idle programs. If there are none, the engine gets a new process if possible.
+        """
         if load.generation != self._engine.generation:
             return
-        if self._engine.recycle():
+        idle = self._idle()
+        for other in idle:
+            self._unload(other, "memory")
+        if not idle and self._engine.recycle():
             # Loading all again would fill the new process again.
             self._loads.clear()
-            self._blob_sizes = _BlobSizes()
-            self._bytes = 0
-            return
-        for other in list(self._loads.values()):
-            if other.is_done and not other.holders:
-                self._unload(other)
 
     def _start(self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool) -> Load:
         # Engines handle messages concurrently: with a new key, the UNLOAD of an older load cannot remove this one.
+        self._drop_surplus(self._sizes.get(program))
         self._last_number += 1
         self._started += 1
         engine_key = f"{program.key}/{self._last_number}"
@@ -268,32 +280,49 @@ class EngineProgramCache:
         load = self._loads[program.key] = Load(
             program, self._engine, self._engine.generation, engine_key, work, ends_at
         )
-        self._bytes += program.loaded_size
-        self._blob_sizes.add(program)
         self._update_count()
-        work.answer.add_done_callback(lambda answer: self._finish(load, answer))
+        work.answer.add_done_callback(lambda answer: self._complete(load, answer))
         return load
 
-    def _finish(self, load: Load, answer: asyncio.Future[bytes]) -> None:
+    def _complete(self, load: Load, answer: asyncio.Future[bytes]) -> None:
         if answer.cancelled() or answer.exception() is not None:
             self.forget(load)
-        elif load.work.started_at is not None:
-            load.loading_s = asyncio.get_running_loop().time() - load.work.started_at
-
-    @property
-    def _is_too_full(self) -> bool:
-        return len(self._loads) > self._capacity or self.held_bytes > self._capacity_bytes
-
-    def _drop_surplus(self) -> None:
-        if not self._is_too_full:
             return
-        for load in list(self._loads.values()):
-            if load.is_done and not load.holders:
-                self._unload(load)
-                if not self._is_too_full:
-                    return
+        if load.work.started_at is not None:
+            load.loading_s = asyncio.get_running_loop().time() - load.work.started_at
+        if load.is_available:
+            self._remember_size(load)
+            self._drop_surplus()
 
-    def _unload(self, load: Load) -> None:
+    def _remember_size(self, load: Load) -> None:
+        self._sizes.put(load.program, self._engine.memory.size(load.engine_key))
+
+    def _idle(self) -> list[Load]:
+        """Returns the programs that can be unloaded, least recently used first."""
+        return [load for load in self._loads.values() if load.is_done and not load.holders]
+
+    def _surplus(self, coming: int) -> str | None:
+        """Returns why a program has to be unloaded; None: there is no reason. `coming`: bytes of one that is loaded."""
+        if len(self._loads) > self._capacity:
+            return "count"
+        memory = self._engine.memory
+        if memory.programs > self._capacity_bytes:
+            return "bytes"
+        most = self._memory_limit - max(_BUILD_FACTOR * coming, int((1 - _MAX_SHARE) * self._memory_limit))
+        return "memory" if self._memory_limit and memory.used > most else None
+
+    def _drop_surplus(self, coming: int = 0) -> None:
+        if self._surplus(coming) is None:
+            return
+        for load in self._idle():
+            reason = self._surplus(coming)
+            if reason is None:
+                return
+            self._unload(load, reason)
+
+    def _unload(self, load: Load, reason: str) -> None:
+        self._remember_size(load)
+        self._unloads[reason] += 1
         self.forget(load)
         self._engine.notify(Kind.UNLOAD, unload_payload(load.engine_key))
 

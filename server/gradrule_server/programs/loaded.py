@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from gradrule_server.errors import GradruleError, NoMemoryLeft
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.request_scheduler import ConnectionLost
-from gradrule_server.programs.engine_cache import EngineProgramCache, Load, Loadable
+from gradrule_server.programs.engine_cache import EngineProgramCache, Load, Loadable, ProgramSizes
 from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder
 from gradrule_server.recovery.endings import lost_before_start
 from gradrule_server.registry.blobs import BlobStore
@@ -61,6 +62,9 @@ class LoadedPrograms:
         self._capacity_bytes = capacity_bytes
         self._warming: set[asyncio.Task[None]] = set()
         self._caches: dict[Engine, EngineProgramCache] = {}
+        self._sizes = ProgramSizes()
+        self.unloads: Counter[str] = Counter(dict.fromkeys(("count", "bytes", "memory"), 0))
+        """The number of programs that were unloaded, by reason: `count`, `bytes`, `memory`."""
         pool.on_filled.append(self._warm)
         pool.on_removed.append(self._drop_cache)
 
@@ -70,7 +74,7 @@ class LoadedPrograms:
 
     @property
     def held_bytes(self) -> int:
-        """The approximate size of all loaded programs, bytes."""
+        """What all loaded programs take in their engines, bytes."""
         return sum(self._engine_cache(engine).held_bytes for engine in self.pool.engines)
 
     @contextlib.contextmanager
@@ -164,7 +168,15 @@ class LoadedPrograms:
     def _engine_cache(self, engine: Engine) -> EngineProgramCache:
         cache = self._caches.get(engine)
         if cache is None:
-            cache = EngineProgramCache(engine, self._blobs, self._capacity, self._capacity_bytes)
+            cache = EngineProgramCache(
+                engine,
+                self._blobs,
+                self._capacity,
+                self._capacity_bytes,
+                self.pool.memory_limit,
+                self._sizes,
+                self.unloads,
+            )
             # The pool reports the removal of an engine once: what is added later would never be removed.
             if not engine.is_removed:
                 self._caches[engine] = cache

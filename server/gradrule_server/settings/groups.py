@@ -232,8 +232,8 @@ class Engines(SettingsGroup):
     program_cache_bytes: ByteSize = Field(
         ByteSize(2048 * _MIB),
         gt=0,
-        description="Approximate maximum size of the programs that an engine keeps loaded, and of those that the "
-        "front end caches for all tenants.",
+        description="Maximum memory of the programs that an engine keeps loaded, and of those that the front end "
+        "caches for all tenants.",
     )
 
 

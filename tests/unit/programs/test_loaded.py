@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import hashlib
 import weakref
 from collections.abc import Awaitable
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft, error
 from gradrule_server.link import process as process_module
-from gradrule_server.link.framing import Kind
+from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import fault_message
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import EngineTimes, ProcessOptions
@@ -25,11 +24,12 @@ from gradrule_server.programs import engine_cache as engine_cache_module
 from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.engine_cache import Load, Loadable
 from gradrule_server.programs.loaded import LoadedPrograms
-from gradrule_server.recovery.endings import EngineLost
+from gradrule_server.recovery.endings import EndReason, EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder, Starter
 from tests.waiting import wait_for_condition
 
+_NO_MEMORY = link_pb2.Fault(reason=errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message="no memory is left", no_memory=True)
 _QUICK = EngineTimes(overrun_grace_s=0.05)
 
 
@@ -90,37 +90,97 @@ async def test_a_program_is_not_dropped_between_its_load_and_its_use(blobs: Blob
         assert unloaded(engine) == [key]
 
 
+async def load_measured(loaded: LoadedPrograms, engine: FakeEngine, item: Loadable, count: int, size: int) -> str:
+    """Loads a program of which the engine reports the size; `count` as for `load`."""
+    user = asyncio.create_task(use(loaded, item))
+    sent = await engine.next(Kind.COMPILE, count)
+    key = link_pb2.CompileRequest.FromString(sent).key
+    report(engine, key, size, engine.memory.used + size)
+    engine.answer(sent, Kind.COMPILED)
+    return await user
+
+
+def report(engine: FakeEngine, key: str, size: int, used: int) -> None:
+    """Sends a notice of the engine's memory."""
+    notice = link_pb2.MemoryNotice(key=key, program_bytes=size, used_bytes=used).SerializeToString()
+    engine.fake.connection.data_received(pack_header(Kind.MEMORY_NOTICE, 0, len(notice)) + notice)
+
+
 async def test_bytes_are_limited_and_the_last_used_program_stays(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 250)
-
-    async def load(name: str, count: int) -> str:
-        user = asyncio.create_task(use(loaded, program(name, 100)))
-        engine.answer(await engine.next(Kind.COMPILE, count), Kind.COMPILED)
-        return await user
-
-    first, second = await load("a", 1), await load("b", 2)
-    await use(loaded, program("a", 100))
-    await load("c", 3)
+    first = await load_measured(loaded, engine, program("a"), 1, 100)
+    second = await load_measured(loaded, engine, program("b"), 2, 100)
+    await use(loaded, program("a"))
+    await load_measured(loaded, engine, program("c"), 3, 100)
     assert unloaded(engine) == [second]
-    assert await use(loaded, program("a", 100)) == first
+    assert await use(loaded, program("a")) == first
+    assert loaded.held_bytes == 200
+    assert loaded.unloads == {"bytes": 1, "count": 0, "memory": 0}
 
 
-async def test_nodes_count_with_their_size_in_an_engine(blobs: BlobStore) -> None:
-    """TensorFlow needs a hundred times the bytes of a graph."""
+async def test_first_run_counts_with_what_it_adds(blobs: BlobStore) -> None:
+    """TensorFlow makes optimized copies in the first run."""
     engine = FakeEngine()
-    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 2**20)
-
-    async def load(name: str, nodes: int, count: int) -> str:
-        user = asyncio.create_task(use(loaded, dataclasses.replace(program(name), nodes=nodes)))
-        engine.answer(await engine.next(Kind.COMPILE, count), Kind.COMPILED)
-        return await user
-
-    first = await load("a", 20, 1)
-    await load("b", 10, 2)
-    assert unloaded(engine) == []
-    await load("c", 10, 3)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 250)
+    first = await load_measured(loaded, engine, program("a"), 1, 100)
+    second = await load_measured(loaded, engine, program("b"), 2, 100)
+    report(engine, second, 160, 260)
+    await use(loaded, program("b"))
     assert unloaded(engine) == [first]
+
+
+async def test_memory_in_use_unloads_programs_that_were_not_used_lately(blobs: BlobStore) -> None:
+    engine, pool = FakeEngine(), FakePool()
+    pool.engines, pool.memory_limit = [engine], 1000
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    first = await load_measured(loaded, engine, program("a"), 1, 300)
+    second = await load_measured(loaded, engine, program("b"), 2, 300)
+    await use(loaded, program("a"))
+    assert unloaded(engine) == []
+    await load_measured(loaded, engine, program("c"), 3, 300)
+    assert unloaded(engine) == [second]
+    # What the engine has freed is known once it reports it: another notice without a program.
+    report(engine, "", 0, 900)
+    await use(loaded, program("c"))
+    assert unloaded(engine) == [second, first]
+    assert loaded.unloads == {"bytes": 0, "count": 0, "memory": 2}
+    assert engine.is_ready
+
+
+async def test_room_for_another_program_of_a_known_graph_is_made_before_it_is_built(blobs: BlobStore) -> None:
+    engine, pool = FakeEngine(), FakePool()
+    pool.engines, pool.memory_limit = [engine], 1000
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    first = await load_measured(loaded, engine, dataclasses.replace(program("a"), graph="g"), 1, 400)
+    with loaded.hold(dataclasses.replace(program("b"), graph="other")):
+        assert unloaded(engine) == []
+    with loaded.hold(dataclasses.replace(program("c"), graph="g")):
+        assert unloaded(engine) == [first]
+        kinds = [kind for kind, _, _ in engine.transport.sent if kind in (Kind.COMPILE, Kind.UNLOAD)]
+        assert kinds == [Kind.COMPILE, Kind.COMPILE, Kind.UNLOAD]
+
+
+async def test_idle_programs_are_unloaded_before_an_engine_without_memory_is_replaced(blobs: BlobStore) -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    idle = [await load(loaded, engine, program(name), count) for count, name in enumerate("ab", 1)]
+    process = engine.fake
+
+    async def fail() -> None:
+        user = asyncio.create_task(use(loaded, program("c")))
+        count = len(keys(engine)) + 1
+        engine.answer(await engine.next(Kind.COMPILE, count), Kind.FAULT, _NO_MEMORY.SerializeToString())
+        with pytest.raises(NoMemoryLeft):
+            await user
+
+    await fail()
+    assert unloaded(engine) == idle
+    assert not process.is_killed
+    await fail()
+    assert process.is_killed
+    assert process.ended_with is not None
+    assert process.ended_with.reason is EndReason.FULL
 
 
 async def test_cancelled_caller_does_not_cancel_the_load_of_others(blobs: BlobStore) -> None:
@@ -268,27 +328,6 @@ async def load(loaded: LoadedPrograms, engine: FakeEngine, item: Loadable, count
     user = asyncio.create_task(use(loaded, item))
     engine.answer(await engine.next(Kind.COMPILE, count), Kind.COMPILED)
     return await user
-
-
-async def test_shared_blobs_count_once(blobs: BlobStore) -> None:
-    names = [hashlib.sha256(bytes([number])).hexdigest() for number in range(2)]
-    blobs = BlobStore(blobs.folder, 1 << 20)
-    for number, name in enumerate(names):
-        upload = blobs.upload(name)
-        upload.write(bytes([number]))
-        upload.finish()
-    engine = FakeEngine()
-    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 2500)
-
-    def weighty(name: str, *blob_names: str) -> Loadable:
-        return dataclasses.replace(program(name), blobs=blob_names, blob_bytes=(1000,) * len(blob_names))
-
-    first = await load(loaded, engine, weighty("a", *names), 1)
-    await load(loaded, engine, weighty("b", names[0]), 2)
-    await load(loaded, engine, weighty("c", names[0]), 3)
-    assert unloaded(engine) == []
-    await load(loaded, engine, program("d", 600), 4)
-    assert unloaded(engine) == [first]
 
 
 async def test_call_goes_to_an_engine_with_the_program_unless_it_is_busy(blobs: BlobStore) -> None:

@@ -13,6 +13,8 @@ bytes of a message of the API. The kinds of frames, with their answers:
 - RUN_BATCH (RunRequests of one program with their request ids, see link/batching.py) → the answer to a RUN for each
   of them, and one BATCH_NOTICE (BatchNotice)
 - JIT_NOTICE (JitNotice): sent by either end; no answer.
+- MEMORY_NOTICE (MemoryNotice): sent by the engine when it has loaded a program, run it for the first time, or freed
+  memory; no answer.
 - FORWARD (ForwardRequest) → RAN (ForwardReply)
 - PULL_BACK (PullBackRequest) → RAN (the bytes of a `gradrule.v1.PullBackResponse`)
 - SESSION (SessionRequest) → RAN (SessionReply)
@@ -777,6 +779,32 @@ class BatchNotice(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["key", b"key", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
 
 global___BatchNotice = BatchNotice
+
+@typing.final
+class MemoryNotice(google.protobuf.message.Message):
+    """Reports the memory of an engine, as the engine has measured it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    PROGRAM_BYTES_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """Key of a program; empty: none."""
+    program_bytes: builtins.int
+    """What the program takes, on a GPU also of the GPU's memory, bytes."""
+    used_bytes: builtins.int
+    """Memory of the process that is in use, bytes."""
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        program_bytes: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "program_bytes", b"program_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+
+global___MemoryNotice = MemoryNotice
 
 @typing.final
 class UnloadRequest(google.protobuf.message.Message):
