@@ -256,7 +256,7 @@ class EngineProgramCache:
         """
         if load.generation != self._engine.generation:
             return
-        idle = self._idle()
+        idle = list(self._idle())
         for other in idle:
             self._unload(other, "memory")
         if not idle and self._engine.recycle():
@@ -297,9 +297,9 @@ class EngineProgramCache:
     def _remember_size(self, load: Load) -> None:
         self._sizes.put(load.program, self._engine.memory.size(load.engine_key))
 
-    def _idle(self) -> list[Load]:
-        """Returns the programs that can be unloaded, least recently used first."""
-        return [load for load in self._loads.values() if load.is_done and not load.holders]
+    def _idle(self) -> Iterator[Load]:
+        """Yields the programs that can be unloaded, least recently used first."""
+        return (load for load in self._loads.values() if load.is_done and not load.holders)
 
     def _surplus(self, coming: int) -> str | None:
         """Returns why a program has to be unloaded; None: there is no reason. `coming`: bytes of one that is loaded."""
@@ -312,13 +312,11 @@ class EngineProgramCache:
         return "memory" if self._memory_limit and memory.used > most else None
 
     def _drop_surplus(self, coming: int = 0) -> None:
-        if self._surplus(coming) is None:
-            return
-        for load in self._idle():
-            reason = self._surplus(coming)
-            if reason is None:
+        while (reason := self._surplus(coming)) is not None:
+            oldest = next(self._idle(), None)
+            if oldest is None:
                 return
-            self._unload(load, reason)
+            self._unload(oldest, reason)
 
     def _unload(self, load: Load, reason: str) -> None:
         self._remember_size(load)

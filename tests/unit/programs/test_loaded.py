@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import sys
 import weakref
 from collections.abc import Awaitable
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -16,7 +18,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft, error
 from gradrule_server.link import process as process_module
 from gradrule_server.link.framing import Kind, pack_header
-from gradrule_server.link.messages import fault_message
+from gradrule_server.link.messages import compile_payload, fault_message
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import EngineTimes, ProcessOptions
 from gradrule_server.link.v1 import link_pb2
@@ -615,3 +617,38 @@ async def test_nothing_is_left_of_a_process_that_died_in_its_place(blobs: BlobSt
     with loaded.hold(program("a")):
         pass
     await wait_for_condition(lambda: _are_gone(gone), 10)
+
+
+async def test_work_for_a_new_program_does_not_grow_with_the_number_of_programs(blobs: BlobStore) -> None:
+    """Also once each new program takes the place of another one."""
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 256, 10**9)
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if "gradrule_server" in frame.f_code.co_filename else None
+
+    async def lines_of(name: str) -> int:
+        nonlocal lines
+        lines = 0
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            with loaded.hold(program(name)) as found:
+                engine.answer(compile_payload_of(found), Kind.COMPILED)
+                await asyncio.sleep(0)
+        finally:
+            sys.settrace(before)
+        return lines
+
+    def compile_payload_of(found: Load) -> bytes:
+        return b"".join(compile_payload(found.program.request, found.engine_key))
+
+    used = [await lines_of(str(index)) for index in range(300)]
+    assert len(loaded) == 256
+    assert 0 < used[10] <= used[255] < 1.2 * used[10]
+    # The UNLOAD of another program is added.
+    assert used[299] < 2 * used[10]
+    assert used[299] == used[270]
