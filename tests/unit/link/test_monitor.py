@@ -182,9 +182,35 @@ async def test_arenas_do_not_count_and_other_shared_memory_does(watched: Watched
     arenas.outgoing.trim()
     with _child(fill.replace("int(sys.argv[1])", "-1")) as pid:
         process.pid = pid
-        assert await _within(3, lambda: process.is_killed)
+        # As much shared memory as before, so its maps are read again after 5 s.
+        assert await _within(15, lambda: process.is_killed)
     arenas.close()
     assert arenas.held_bytes == 0
+
+
+async def test_maps_of_an_engine_with_much_shared_memory_are_read_seldom(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading them at each measurement took the front end 30 ms each time."""
+    reads: list[str] = []
+    for function in (monitor.mapped_bytes, monitor.resident_sizes):
+
+        def counted(*given: Any, function: Callable[..., Any] = function) -> Any:
+            reads.append(function.__name__)
+            return function(*given)
+
+        monkeypatch.setattr(monitor, function.__name__, counted)
+    arenas, shared = Arenas.make()
+    fill = "import mmap, sys; kept = mmap.mmap(int(sys.argv[1]), 100_000_000); kept.write(b'a' * 100_000_000)"
+    with _child(fill, *shared) as pid:
+        started = time.monotonic()
+        process, _ = watched(heartbeat_s=0, memory=60_000_000)
+        process.pid, process.arenas = pid, arenas
+        assert await _within(30, lambda: reads.count("resident_sizes") > 20)
+        # Once at first, and then every 5 s.
+        assert 1 <= reads.count("mapped_bytes") <= 1 + (time.monotonic() - started) / 5
+        assert 0 < process.resident_bytes < 40_000_000
+    arenas.close()
 
 
 def _client_memory(size: int) -> ClientMemory:
