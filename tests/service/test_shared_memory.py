@@ -185,7 +185,7 @@ async def _send_too_large_request_then_small_one(pool: EnginePool) -> None:
     with pytest.raises(GradruleError) as caught:
         await _ask(pool, Kind.RUN, _run(np.ones(200 * _MEBIBYTE, np.float32)))
     assert caught.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
-    assert "of 1 GiB (--memory-limit) are in use" in caught.value.message
+    assert "of 1 GiB (--memory-limit) were in use" in caught.value.message
     values = np.arange(_MEBIBYTE, dtype=np.float32)
     np.testing.assert_array_equal(_values(await _ask(pool, Kind.RUN, _run(values))), 2 * values)
     assert pool.engines[0].pid == pid
