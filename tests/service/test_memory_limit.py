@@ -163,7 +163,7 @@ def test_idle_programs_are_unloaded_before_an_engine_is_full(
             handle = handles.enter_context(program.forward(feeds, timeout=_PATIENCE_S))
             assert handle.bytes >= 120 << 20
         for rule in _rules(client, 3):
-            assert _gradient(client, _chain(100), 8, rule).shape == (2, 8)
+            assert _gradient(client, _chain(1200), 8, rule).shape == (2, 8)
         assert metric(_UNLOADED) > unloaded
         assert handle.vjp()["x"].shape == (1024, 1024)
     assert small.engine_pid() == before

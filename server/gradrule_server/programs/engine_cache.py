@@ -20,6 +20,9 @@ from gradrule_server.registry.blobs import BlobStore
 
 # Programs are unloaded while the engine uses more than this share of its memory limit. The rest is for building.
 _MAX_SHARE = 0.75
+# Programs that all together take less than this share stay: unloading them would not help an engine that is full of
+# forward handles or of what calls compute.
+_LEAST_SHARE = 0.02
 # While it is built, a program takes up to this many times what it takes later.
 _BUILD_FACTOR = 2
 # Number of graphs whose size in engines is remembered.
@@ -308,8 +311,9 @@ class EngineProgramCache:
         memory = self._engine.memory
         if memory.programs > self._capacity_bytes:
             return "bytes"
-        most = self._memory_limit - max(_BUILD_FACTOR * coming, int((1 - _MAX_SHARE) * self._memory_limit))
-        return "memory" if self._memory_limit and memory.used > most else None
+        limit = self._memory_limit
+        most = limit - max(_BUILD_FACTOR * coming, (1 - _MAX_SHARE) * limit)
+        return "memory" if limit and memory.used > most and memory.programs > _LEAST_SHARE * limit else None
 
     def _drop_surplus(self, coming: int = 0) -> None:
         while (reason := self._surplus(coming)) is not None:

@@ -150,6 +150,18 @@ async def test_memory_in_use_unloads_programs_that_were_not_used_lately(blobs: B
     assert engine.is_ready
 
 
+async def test_small_programs_stay_in_an_engine_that_is_full_of_other_things(blobs: BlobStore) -> None:
+    """Forward handles take most of its memory. Unloading small programs would only cost their compilation."""
+    engine, pool = FakeEngine(), FakePool()
+    pool.engines, pool.memory_limit = [engine], 1000
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    report(engine, "", 0, 950)
+    for count, name in enumerate("ab", 1):
+        await load_measured(loaded, engine, program(name), count, 5)
+    await use(loaded, program("a"))
+    assert unloaded(engine) == []
+
+
 async def test_room_for_another_program_of_a_known_graph_is_made_before_it_is_built(blobs: BlobStore) -> None:
     engine, pool = FakeEngine(), FakePool()
     pool.engines, pool.memory_limit = [engine], 1000
