@@ -32,6 +32,7 @@ from tests.benchmarks import (  # noqa: E402
     rows_programs,
     rows_scale,
     rows_server,
+    rows_sessions,
     rows_tiny,
     rule_cost,
 )
@@ -51,6 +52,7 @@ GROUPS: dict[str, Callable[[Bench], Sequence[Line]]] = {
     "compute": rows_programs.compute,
     "inline": rows_programs.inline,
     "compile": rows_programs.compiling,
+    "sessions": rows_sessions.sessions,
     "memory": rows_programs.memory,
     "scale": rows_scale.scale,
     "start": rows_server.start,

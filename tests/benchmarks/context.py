@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import math
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.benchmarks import peers
+from tests.benchmarks import peers, training
 from tests.benchmarks.measure import Row, Samples, in_turns_of
 from tests.benchmarks.peers import ROOT, Driver, Server
 from tests.benchmarks.usage import Usage, roles, tree, usage
@@ -198,7 +199,7 @@ class Bench:
             return self._peer(stack, kind, work)
         settings = {"kind": kind, "work": work}
         parts: Callable[[], Mapping[int, str]]
-        if kind == "function":
+        if kind == "function" or kind in training.LOCAL:
             parts = dict
         elif kind == "session":
             settings["target"] = self.tensorflow.target
@@ -313,6 +314,15 @@ def cpu_rows(
         )
         for item in comparisons
     ]
+
+
+def used_by_part(samples: Sequence[Sample]) -> str:
+    """Returns the processor time of one call in each part of the system, µs."""
+    parts = dict.fromkeys(part for sample in samples for part in sample.used)
+    return ", ".join(
+        f"{part} {statistics.median(sample.used[part].cpu_ns / 1e3 for sample in samples if part in sample.used):,.0f}"
+        for part in parts
+    )
 
 
 def _values(samples: Sequence[Sample]) -> Samples:

@@ -16,12 +16,15 @@ from tests.benchmarks.driver_loop import Contender, serve
 def contender(kind: str, work: str, target: str = "", echo: str = "", token: str | None = None) -> Contender:
     """Returns a contender, ready to be called.
 
-    work: as `work.named` takes it. target: of the gradrule server, or of TensorFlow's. echo: of the echo server; it
-    gets the bytes that the gradrule server at `target` would get. token: the credential of the Python client.
+    work: as `work.named` takes it, or a model of `training`. target: of the gradrule server, or of TensorFlow's. echo:
+    of the echo server; it gets the bytes that the gradrule server at `target` would get. token: the credential of the
+    Python client.
     """
-    from tests.benchmarks import contenders
+    from tests.benchmarks import contenders, training
     from tests.benchmarks.work import named
 
+    if kind in training.KINDS:
+        return training.contender(kind, work, target)
     what = named(work)
     match kind:
         case "echo":

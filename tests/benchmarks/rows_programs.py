@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.benchmarks import peers, work
-from tests.benchmarks.context import Against, Bench, Sample, cpu_rows, measured, rows
+from tests.benchmarks.context import Against, Bench, cpu_rows, measured, rows, used_by_part
 from tests.benchmarks.measure import Line, Row, Samples, in_turns_of
 from tests.benchmarks.usage import Usage, resident_bytes, tree, usage
 
@@ -75,18 +74,10 @@ def batching(bench: Bench) -> list[Line]:
                 # TensorFlow's libraries prepare for each size of run on each thread, which takes seconds altogether.
                 found = measured(pair, bench.counts, calls=calls, in_flight=CLIENTS, warm_up=2 * calls)
             what = f"requests per second, {CLIENTS} clients, one example each, {network}"
-            used = "; ".join(f"{name} {_used(found[name])}" for name in pair)
+            used = "; ".join(f"{name} {used_by_part(found[name])}" for name in pair)
             note = f"processor time of a request, µs: {used}"
             made += rows("batching", found, [Against("with", "without", what, peer, 4.0)], rates=True, note=note)
     return made
-
-
-def _used(samples: Sequence[Sample]) -> str:
-    parts = dict.fromkeys(part for sample in samples for part in sample.used)
-    return ", ".join(
-        f"{part} {statistics.median(sample.used[part].cpu_ns / 1e3 for sample in samples if part in sample.used):,.0f}"
-        for part in parts
-    )
 
 
 @dataclass(frozen=True)

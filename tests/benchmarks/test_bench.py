@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import bench, guard, profiling, rows_peers, rows_server, rows_tiny, work
+from tests.benchmarks import bench, guard, profiling, rows_peers, rows_server, rows_sessions, rows_tiny, work
 from tests.benchmarks.context import DEFAULT, PEERS, PEERS_PYTHON, Bench
 from tests.benchmarks.measure import Failed, Row, Samples, Skipped, Table, in_turns
 from tests.benchmarks.peers import PeerFailed
@@ -64,6 +64,16 @@ def test_rows_are_measured_against_real_peers(capsys: pytest.CaptureFixture[str]
     assert summary["bars_met"] + summary["bars_missed"] == sum(row["bar"] is not None for row in rows)
     assert all(line.reason for line in lines if isinstance(line, Skipped))
     assert summary["failed"] == 0
+
+
+@pytest.mark.timeout(600)
+def test_rows_of_sessions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = [pair for pair in rows_sessions.PAIRS if pair.model != "resnet50"]
+    monkeypatch.setattr(rows_sessions, "PAIRS", quick)
+    lines = bench.measure(["sessions"], SMALL)
+    assert [line.reason for line in lines if isinstance(line, Failed)] == []
+    assert all(isinstance(line, Row) and math.isfinite(line.ratio) for line in lines)
+    assert len(lines) == 2 * len(quick)
 
 
 @pytest.mark.skipif(not PEERS_PYTHON.exists(), reason="`make bench` installs the peers in .venv-bench")

@@ -13,7 +13,7 @@ import tensorflow as tf
 from gradrule.common import tensor_packing
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, LargeTensors
-from gradrule_server.engine.program import BuiltProgram, Input, as_array
+from gradrule_server.engine.program import BuiltProgram, Input, as_array, as_tensor
 from gradrule_server.engine.tensor_sources import BlobReader, read_tensor
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
@@ -23,7 +23,7 @@ from gradrule_server.rules import read_param_value
 _Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
 """Values by name, each with the bytes that were cut out of it, or None."""
 _Value: TypeAlias = "np.ndarray | tf.Tensor"
-_NO_STATE: Mapping[str, tf.Tensor] = MappingProxyType({})
+NO_STATE: Mapping[str, tf.Tensor] = MappingProxyType({})
 
 
 class _Slot(NamedTuple):
@@ -52,6 +52,7 @@ class FeedPlan:
         for field, inputs in (("feeds", built.inputs), ("grad_ys", built.grad_ys), (directions, built.directions)):
             slots = {item.name.removesuffix(":0"): self._slot(item) for item in inputs}
             if field == "feeds":
+                self._inputs = list(zip((item.name for item in inputs), slots.values(), strict=True))
                 slots |= {alias: slots[name.removesuffix(":0")] for alias, name in built.aliases.items()}
             slots |= {f"{name}:0": slot for name, slot in slots.items() if ":" not in name}
             if slots:
@@ -78,9 +79,13 @@ class FeedPlan:
         return self._template[position] is not None and array is self._template[position]
 
     def arrays(
-        self, call: evaluate_pb2.EvaluateRequest, params: Iterable[link_pb2.ParamSetting], contents: LargeTensors
+        self,
+        call: evaluate_pb2.EvaluateRequest,
+        params: Iterable[link_pb2.ParamSetting],
+        contents: LargeTensors,
+        state: Mapping[str, tf.Tensor] = NO_STATE,
     ) -> Sequence[Any] | None:
-        """Returns the arguments as NumPy arrays; None for an unusual call, which may be valid.
+        """Returns the arguments as NumPy arrays, those of `state` as tensors; None for an unusual call, perhaps valid.
 
         The arrays may share the memory of `call` and `contents`.
         """
@@ -96,6 +101,10 @@ class FeedPlan:
                 if array is None:
                     return None
                 values[slot.position] = array
+                missing -= slot.is_required
+        for name, slot in self._inputs if state else ():
+            if name in state and values[slot.position] is self._template[slot.position]:
+                values[slot.position] = state[name]
                 missing -= slot.is_required
         for setting in params:
             position = self._params.get((setting.rule, setting.name))
@@ -149,7 +158,7 @@ class ArgumentReader:
         built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
-        state: Mapping[str, tf.Tensor] = _NO_STATE,
+        state: Mapping[str, tf.Tensor] = NO_STATE,
         contents: LargeTensors = NO_LARGE_TENSORS,
     ) -> list[tf.Tensor]:
         """Returns the arguments of the built function as tensors.
@@ -163,12 +172,20 @@ class ArgumentReader:
             state: Values, by name, of inputs that the call does not feed.
             contents: Bytes of tensors that were cut out of the request.
         """
-        values = self._values(built, call, params, state, contents)
-        dtypes = [item.dtype for item in (*built.inputs, *built.grad_ys, *built.directions)]
-        dtypes += [tf.float64] * len(built.params)
+        values = built.feed_plan.arrays(call, params, contents, state)
+        if values is None:
+            values = self._values(built, call, params, state, contents)
         if built.memory_check is not None:
             built.memory_check.check(values)
-        return [_as_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
+        dtypes = [item.dtype for item in (*built.inputs, *built.grad_ys, *built.directions)]
+        dtypes += [tf.float64] * len(built.params)
+        # Values of variables may be large: they stay on the device.
+        defaults = [item.default for item in built.inputs] + [None] * (len(values) - len(built.inputs))
+        plan = built.feed_plan
+        return [
+            default if plan.is_default(position, value) else as_tensor(value, dtype)
+            for position, (value, dtype, default) in enumerate(zip(values, dtypes, defaults, strict=True))
+        ]
 
     def arrays(
         self,
@@ -180,7 +197,7 @@ class ArgumentReader:
         """Returns the arguments of the built function as NumPy arrays, which may share the memory of the request."""
         values = built.feed_plan.arrays(call, params, contents)
         if values is None:
-            given = self._values(built, call, params, _NO_STATE, contents)
+            given = self._values(built, call, params, NO_STATE, contents)
             values = [as_array(value) if isinstance(value, tf.Tensor) else value for value in given]
         if built.memory_check is not None:
             built.memory_check.check(values)
@@ -213,7 +230,7 @@ class ArgumentReader:
     ) -> list[tf.Tensor]:
         """Returns upstream gradients; stacked ones have the same size on axis 0. `built`: gives the limits."""
         values = self._read_grad_ys(given, inputs, contents, stacked=stacked, built=built)
-        return [_as_tensor(value, item.dtype) for value, item in zip(values, inputs, strict=True)]
+        return [as_tensor(value, item.dtype) for value, item in zip(values, inputs, strict=True)]
 
     def _read_grad_ys(
         self,
@@ -253,7 +270,7 @@ class ArgumentReader:
         what: str,
         field: str,
         unused: Sequence[bool] = (),
-        state: Mapping[str, tf.Tensor] = _NO_STATE,
+        state: Mapping[str, tf.Tensor] = NO_STATE,
     ) -> list[_Value]:
         """Returns the given values in the order of `inputs`. Reports all their faults in one error."""
         findings: list[Finding] = []
@@ -285,11 +302,6 @@ class ArgumentReader:
         if findings:
             raise GradruleError(findings)
         return tensors
-
-
-def _as_tensor(value: _Value, dtype: tf.DType) -> tf.Tensor:
-    """Returns a tensor with its own memory: the memory of the request is freed once it is answered."""
-    return value if isinstance(value, tf.Tensor) else tf.constant(value, dtype)
 
 
 def _unused_value(item: Input) -> np.ndarray:

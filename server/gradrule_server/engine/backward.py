@@ -351,13 +351,12 @@ def _require_examples(value: NamedTensor, y: NamedTensor) -> None:
 class TwoPartProgram:
     """Forward and backward part of a vector-Jacobian product as separate functions. Thread-safe.
 
-    The tensors that `forward` saves stay on the device; some are TensorLists and optionals, and only this object
-    understands them. Params are arguments of the forward part, which saves those that the backward part needs.
+    The function of the program is the forward part. The tensors that it saves stay on the device; some are TensorLists
+    and optionals, and only this object understands them. Params are arguments of the forward part, which saves those
+    that the backward part needs.
     """
 
-    def __init__(self, function: Any, output_count: int, backward: Backward, *, trusted: bool) -> None:
-        self._function = function
-        self._output_count = output_count
+    def __init__(self, backward: Backward, *, trusted: bool) -> None:
         self._backward = backward
         self._trusted = trusted
         self._pull_backs: dict[bool, Any] = {}
@@ -372,11 +371,6 @@ class TwoPartProgram:
     def stacked_layout(self) -> DerivativeLayout:
         """Layout of the tensors of stacked pull-backs: gradients are dense."""
         return stacked_layout(self._backward.layout)
-
-    def forward(self, arguments: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Runs the forward part; returns the fetches, and the tensors that `backward` needs."""
-        results = list(self._function(*arguments))
-        return results[: self._output_count], results[self._output_count :]
 
     def backward(
         self, saved: Sequence[tf.Tensor], grad_ys: Mapping[int, tf.Tensor], *, stacked: bool = False
@@ -409,7 +403,7 @@ class TwoPartProgram:
             function = self._pull_backs.get(stacked)
             if function is None:
                 function = self._pull_backs[stacked] = self._trace(saved, stacked=stacked)
-        return list(function(*values, *saved))
+        return tf_private.call_with_captures(function, [*values, *saved], function.captured_inputs)
 
     def _trace(self, saved: Sequence[tf.Tensor], *, stacked: bool) -> Any:
         backward, count = self._backward, len(self._backward.fed)

@@ -15,7 +15,7 @@ from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.checks import check_ops
 from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.memory import MemoryCheck
-from gradrule_server.engine.program import BuiltProgram, Input, ParamInput, create_graph_call, shape_from
+from gradrule_server.engine.program import BuiltProgram, FunctionCall, Input, ParamInput, create_graph_call, shape_from
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors
 from gradrule_server.link.v1 import link_pb2
@@ -112,16 +112,18 @@ def _build(
     built.memory_check = memory_check if memory_check.depends_on_call else None
     returned = {id(tensor) for tensor in graph.outputs}
     arguments = graph.inputs[: len(built.inputs)]
-    built.small = "calling-thread" not in disabled_fast_paths and _is_small(graph)
+    built.small = "calling-thread" not in disabled_fast_paths and is_small(graph)
     built.unused = [not argument.consumers() and id(argument) not in returned for argument in arguments]
     if trace.backward is not None:
-        built.two_parts = TwoPartProgram(built.function, len(built.outputs), trace.backward, trusted=request.trusted)
+        built.two_parts = TwoPartProgram(trace.backward, trusted=request.trusted)
         built.layout = built.two_parts.layout
+        built.call = FunctionCall(built.function, single_threaded=built.small)
     else:
         may_use_session = device.startswith("CPU") and "sessions" not in disabled_fast_paths
         built.call = create_graph_call(built, may_use_session=may_use_session)
-        built.feed_plan = FeedPlan(built, is_enabled="feed-plans" not in disabled_fast_paths)
-        built.writer = ResponseWriter(built, [tensor.dtype for tensor in graph.outputs], device)
+        dtypes = [tensor.dtype for tensor in graph.outputs]
+        built.writer = ResponseWriter(built, dtypes[: len(dtypes) - len(built.updates)], device)
+    built.feed_plan = FeedPlan(built, is_enabled="feed-plans" not in disabled_fast_paths)
     return built
 
 
@@ -151,7 +153,8 @@ def _is_stateful(graph_def: tf_graph_pb2.GraphDef) -> bool:
     return any(map(tf_private.is_stateful, {node.op for body in bodies for node in body}))
 
 
-def _is_small(graph: tf.Graph) -> bool:
+def is_small(graph: tf.Graph) -> bool:
+    """Returns whether a function has few ops and no control flow, so that it is faster on the calling thread."""
     ops = graph.get_operations()
     if len(ops) > _SMALL_OPS or any(op.type in _NEEDS_THREADS for op in ops):
         return False

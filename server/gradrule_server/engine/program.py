@@ -59,6 +59,10 @@ class SessionCall:
         call = self._call or self._started()
         return call(*map(_aligned, arrays))
 
+    def on_device(self, arguments: Sequence[Any]) -> list[tf.Tensor]:
+        """Returns the results as tensors, for arguments that are tensors or arrays."""
+        return list(map(tf_private.shared_tensor, self(arguments)))
+
     def _started(self) -> Callable[..., list[Any]]:
         with self._lock:
             if self._call is None:
@@ -74,6 +78,8 @@ def _aligned(value: Any) -> Any:
 
     A session copies any other array, and its copy ends the process if there is no memory. This one raises MemoryError.
     """
+    if isinstance(value, tf.Tensor):
+        return as_array(value)
     size = getattr(value, "nbytes", 0)
     if size < _LARGE or value.dtype.hasobject or value.__array_interface__["data"][0] % _ALIGNMENT == 0:
         return value
@@ -89,17 +95,22 @@ class FunctionCall:
 
     def __init__(self, function: Any, *, single_threaded: bool) -> None:
         self._function = function
-        self._dtypes = [tensor.dtype for tensor in function.inputs]
+        self._captures = function.captured_inputs
+        self._dtypes = [tensor.dtype for tensor in function.inputs[: len(function.inputs) - len(self._captures)]]
         self._single_threaded = single_threaded
 
     def __call__(self, arrays: Arrays) -> Arrays:
         """Returns the values of the results for these values of the arguments."""
-        arguments = [tf.constant(array, dtype) for array, dtype in zip(arrays, self._dtypes, strict=True)]
+        return [tensor.numpy() for tensor in self.on_device(arrays)]
+
+    def on_device(self, arguments: Sequence[Any]) -> list[tf.Tensor]:
+        """Returns the results as tensors, for arguments that are tensors or arrays."""
+        tensors = [as_tensor(value, dtype) for value, dtype in zip(arguments, self._dtypes, strict=True)]
         with tf_private.on_calling_thread() if self._single_threaded else contextlib.nullcontext():
-            return [tensor.numpy() for tensor in self._function(*arguments) or ()]
+            return tf_private.call_with_captures(self._function, tensors, self._captures)
 
 
-def create_graph_call(built: BuiltProgram, *, may_use_session: bool) -> GraphCall:
+def create_graph_call(built: BuiltProgram, *, may_use_session: bool) -> SessionCall | FunctionCall:
     """Returns the fastest way to run a program.
 
     A session takes host memory only (may_use_session: there is nothing else), and not every element type, and has to
@@ -115,7 +126,12 @@ def create_graph_call(built: BuiltProgram, *, may_use_session: bool) -> GraphCal
 
 def as_array(tensor: tf.Tensor) -> np.ndarray:
     """Returns a tensor's values, without a copy if it is in host memory."""
-    return np.asarray(tf_private.host_array(tensor), object if tensor.dtype == tf.string else None)
+    return np.asarray(tf_private.shared_array(tensor), object if tensor.dtype == tf.string else None)
+
+
+def as_tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """Returns a tensor with its own memory: the memory of a request is freed once it is answered."""
+    return value if isinstance(value, tf.Tensor) else tf.constant(value, dtype)
 
 
 def shape_from(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
@@ -187,8 +203,8 @@ class BuiltProgram:
     default_gradient_nodes: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
     without_gradient: list[link_pb2.WithoutGradient] = field(default_factory=list)
-    call: GraphCall = field(init=False)
-    """Runs the graph on NumPy arrays."""
+    call: SessionCall | FunctionCall = field(init=False)
+    """Runs the graph."""
     feed_plan: FeedPlan = field(init=False)
     writer: ResponseWriter = field(init=False)
     specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from gradrule.common import tensor_packing
 from gradrule.common.tensor_packing import Packing
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.arguments import NO_STATE, ArgumentReader
 from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.checks import MAX_ANSWER_BYTES
 from gradrule_server.engine.derivatives import split_tensors
@@ -124,6 +124,23 @@ def execute(built: BuiltProgram, function: Callable[[], _T]) -> _T:
             raise translate_error(cause, inputs_of=built.inputs_of) from cause
 
 
+def run_on_device(
+    built: BuiltProgram,
+    request: link_pb2.RunRequest,
+    call: evaluate_pb2.EvaluateRequest,
+    reader: ArgumentReader,
+    contents: LargeTensors,
+    state: Mapping[str, tf.Tensor] = NO_STATE,
+) -> list[tf.Tensor]:
+    """Returns the results of a program's function as tensors. `state`: as for `ArgumentReader.arguments`."""
+    arguments: Sequence[tf.Tensor] = ()
+    try:
+        arguments = reader.for_folder(request.blob_folder).arguments(built, call, request.params, state, contents)
+        return built.call.on_device(arguments)
+    except TENSORFLOW_ERRORS as cause:
+        raise translate_error(cause, built.naming_run(arguments), built.inputs_of) from cause
+
+
 def check_size(results: Iterable[tf.Tensor]) -> None:
     """Raises MESSAGE_TOO_LARGE if the results do not fit into an answer. Copies nothing."""
     _check_bytes(sum(_size_of(tensor) for tensor in results))
@@ -169,12 +186,9 @@ class ForwardRuns:
             raise AssertionError("the program was not built in two parts")
         started = time.monotonic_ns()
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
-        two_parts = built.two_parts
-        reader = self._reader.for_folder(request.run.blob_folder)
         packing = read_packing(call.answer_packing)
-        outputs, saved = execute(
-            built, lambda: two_parts.forward(reader.arguments(built, call, request.run.params, contents=contents))
-        )
+        results = run_on_device(built, request.run, call, self._reader, contents)
+        outputs, saved = results[: len(built.outputs)], results[len(built.outputs) :]
         check_size(outputs)
         response = evaluate_pb2.EvaluateResponse(device=device)
         for name, value in zip(built.outputs, outputs, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import math
@@ -15,7 +16,8 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
 from gradrule.common.optimizer_settings import setting_fault
 from gradrule.v1 import errors_pb2, session_pb2
-from gradrule_server.engine import tf_private
+from gradrule_server.engine.build import is_small
+from gradrule_server.engine.program import FunctionCall
 from gradrule_server.errors import did_you_mean, error
 
 NAMES = (
@@ -74,16 +76,13 @@ class StepOptimizer:
             for number, (name, value) in enumerate(values.items())
         }
         self._optimizer.build(list(self._variables.values()))
-        self._apply: dict[tuple[str, ...], Any] = {}
+        self.slot_bytes = sum(_bytes_of(variable) for variable in self._optimizer.variables)
+        """Bytes of the slots."""
+        self._updates: dict[tuple[tuple[str, tf.IndexedSlicesSpec | None], ...], FunctionCall] = {}
 
     def fits(self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor]) -> bool:
         """Returns whether a step with this message and these values can continue with the slots."""
         return _identity(message) == _identity(self.message) and _shapes(values) == self._shapes
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the slots."""
-        return sum(_bytes_of(variable) for variable in self._optimizer.variables)
 
     @property
     def variables(self) -> list[str]:
@@ -131,26 +130,48 @@ class StepOptimizer:
         self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor], gradients: Mapping[str, Any]
     ) -> dict[str, tf.Tensor]:
         """Returns new values of the variables that have a gradient (a tensor or `tf.IndexedSlices`)."""
-        self._optimizer.learning_rate.assign(_settings(message).get(_LEARNING_RATE, self._default_rate))
-        for name in gradients:
-            # The client may have assigned them since the last step.
-            self._variables[name].assign(values[name])
-        # Keras's functions for slices contain branches, which must not run on the calling thread (`build._is_small`).
-        with tf_private.on_tensorflow_threads():
-            self._update(tuple(gradients))(*gradients.values())
+        forms = tuple((name, _spec_of_slices(gradient)) for name, gradient in gradients.items())
+        update = self._updates.get(forms)
+        if update is None:
+            update = self._updates[forms] = self._make_update(dict(forms))
+        rate = _settings(message).get(_LEARNING_RATE, self._default_rate)
+        arguments = [
+            rate,
+            *(values[name] for name in gradients),
+            *tf.nest.flatten(list(gradients.values()), expand_composites=True),
+        ]
+        found = update.on_device(arguments)
         self.message = message
-        return {name: tf.identity(self._variables[name].value) for name in gradients}
+        return dict(zip(gradients, found, strict=True))
 
-    def _update(self, names: tuple[str, ...]) -> Any:
-        """Returns a function that applies the gradients of these variables."""
-        if names not in self._apply:
-            variables = [self._variables[name] for name in names]
+    def _make_update(self, forms: Mapping[str, tf.IndexedSlicesSpec | None]) -> FunctionCall:
+        """Returns a function of the learning rate, values and gradients that returns the new values.
 
-            def update(*gradients: Any) -> None:
-                self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        `forms`: names of the variables, each with the type of its gradient if that is slices.
+        """
+        variables = [self._variables[name] for name in forms]
+        values = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
+        gradients = [spec or value for spec, value in zip(forms.values(), values, strict=True)]
 
-            self._apply[names] = tf.function(update, autograph=False)
-        return self._apply[names]
+        def update(rate: tf.Tensor, values: Sequence[tf.Tensor], gradients: Sequence[Any]) -> list[tf.Tensor]:
+            self._optimizer.learning_rate.assign(rate)
+            for variable, value in zip(variables, values, strict=True):
+                # The client may have assigned them since the last step.
+                variable.assign(value)
+            self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            return [tf.identity(variable.value) for variable in variables]
+
+        signature = [tf.TensorSpec([], self._optimizer.learning_rate.dtype), values, gradients]
+        function = tf.function(update, input_signature=signature, autograph=False).get_concrete_function()
+        return FunctionCall(function, single_threaded=is_small(function.graph))
+
+
+def _spec_of_slices(gradient: Any) -> tf.IndexedSlicesSpec | None:
+    """Returns the type of a gradient that is slices, of any number; None for a tensor."""
+    if isinstance(gradient, tf.Tensor):
+        return None
+    values, indices, shape = gradient.values, gradient.indices, gradient.dense_shape
+    return tf.IndexedSlicesSpec([None, *values.shape[1:]], values.dtype, indices.dtype, shape.dtype, [None])
 
 
 def _identity(message: session_pb2.Optimizer) -> tuple[str, tuple[tuple[str, float], ...]]:
@@ -177,6 +198,7 @@ def _settings(message: session_pb2.Optimizer) -> dict[str, float | bool | int]:
     return settings
 
 
+@functools.cache
 def _known_settings(name: str) -> dict[str, Any]:
     """Returns the settings of an optimizer of Keras's, with their defaults."""
     parameters = inspect.signature(getattr(keras.optimizers, name).__init__).parameters

@@ -19,8 +19,9 @@ from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.response_writer import write_derivatives, write_tensor
-from gradrule_server.engine.run import ForwardRuns, check_size, execute, read_packing, set_timings
+from gradrule_server.engine.run import ForwardRuns, check_size, read_packing, run_on_device, set_timings
 from gradrule_server.engine.tensor_sources import VariableCache
+from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
@@ -160,12 +161,8 @@ class Sessions:
         started = time.monotonic_ns()
         built = self._find_program(request.run.key)
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
-        reader = self._reader.for_folder(request.run.blob_folder)
         packing = read_packing(call.answer_packing)
-        results = execute(
-            built,
-            lambda: list(built.function(*reader.arguments(built, call, request.run.params, session.values, contents))),
-        )
+        results = run_on_device(built, request.run, call, self._reader, contents, session.values)
         outputs, derivatives = results[: len(built.outputs)], results[len(built.outputs) :]
         if request.loss:
             _require_one_element(request.loss, outputs[built.outputs.index(request.loss)])
@@ -227,7 +224,10 @@ class Sessions:
                 raise
             # The old optimizer is freed at once: it has reference cycles.
             gc.collect()
-        new: Values = execute(built, lambda: session.optimizer.step(message, values, gradients))
+        try:
+            new: Values = session.optimizer.step(message, values, gradients)
+        except TENSORFLOW_ERRORS as cause:
+            raise translate_error(cause, inputs_of=built.inputs_of) from cause
         return {**values, **new}
 
     def _check_size(self, session: _Session, values: Values, message: link_pb2.SessionRequest) -> Values:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, op_def_pb2
 from tensorflow.core.function.polymorphism import function_type
@@ -140,12 +141,6 @@ def on_calling_thread() -> AbstractContextManager[None]:
     A small function is then faster: passing its ops to other threads costs more than its kernels.
     """
     manager: AbstractContextManager[None] = context.function_executor_type("SINGLE_THREADED_EXECUTOR")
-    return manager
-
-
-def on_tensorflow_threads() -> AbstractContextManager[None]:
-    """Makes functions run on TensorFlow's threads within the context, also within `on_calling_thread`."""
-    manager: AbstractContextManager[None] = context.function_executor_type(None)
     return manager
 
 
@@ -297,11 +292,6 @@ def is_stateful(op_type: str) -> bool:
     return definition is None or bool(definition.is_stateful)
 
 
-def host_array(tensor: tf.Tensor) -> Any:
-    """Returns the values of an eager tensor in host memory, without a copy: they must not be changed."""
-    return tensor._numpy()
-
-
 def known_shape(value: tf.Tensor) -> tf.TensorShape:
     """Returns what is known of the sizes that a vector holds while the graph is built."""
     return tensor_util.constant_value_as_shape(value)
@@ -377,6 +367,19 @@ def gradients_from(
 def call_with_captures(function: Any, arguments: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Runs a concrete function that returns a flat list, with other tensors in place of its captured tensors."""
     return list(function._call_flat(list(arguments), list(captures)) or ())
+
+
+def shared_array(tensor: tf.Tensor) -> Any:
+    """Returns a tensor's values; those in host memory are not copied, and must not be changed."""
+    return tensor._numpy()
+
+
+def shared_tensor(value: Any) -> tf.Tensor:
+    """Returns a result of a session as a tensor on the CPU, which uses the memory of an array, if it is one."""
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        return tf.constant(value)
+    context.ensure_initialized()
+    return ops.EagerTensor(value, "/device:CPU:0", None)
 
 
 def identity_n(tensors: Sequence[tf.Tensor], notes: Mapping[str, str | int]) -> list[tf.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -65,6 +65,12 @@ def split(program: Prepared) -> BuiltProgram:
     request.CopyFrom(program.request)
     request.split = True
     return build(request)
+
+
+def run_forward(built: BuiltProgram, arguments: Sequence[Any]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Runs the forward part of a program in two parts; returns the outputs, and the tensors that it saves."""
+    results = built.call.on_device(arguments)
+    return results[: len(built.outputs)], results[len(built.outputs) :]
 
 
 def arguments(program: Prepared, built: BuiltProgram, feeds: Mapping[str, Any]) -> list[tf.Tensor]:

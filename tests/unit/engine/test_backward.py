@@ -17,7 +17,7 @@ from gradrule_server.errors import GradruleError
 from tests.service.answers import assert_close
 from tests.service.derivative_cases import CASES, FEEDS, RTOL, VX, LocalDerivatives, X, graph_for_function
 from tests.service.graph_defs import build_graph, placeholder
-from tests.unit.engine.building import arguments, prepared, split
+from tests.unit.engine.building import arguments, prepared, run_forward, split
 
 XW = program_pb2.Vjp(ys=["y"], xs=["x", "w"])
 
@@ -27,7 +27,7 @@ def test_one_forward_serves_many_pull_backs(name: str) -> None:
     program = prepared(graph_for_function(CASES[name]), vjp=XW)
     built = split(program)
     assert built.two_parts is not None
-    outputs, saved = built.two_parts.forward(arguments(program, built, FEEDS))
+    outputs, saved = run_forward(built, arguments(program, built, FEEDS))
     local = LocalDerivatives(CASES[name])
     assert_close(outputs[0].numpy(), CASES[name](tf.constant(X), tf.constant(FEEDS["w"])).numpy(), rtol=RTOL)
     assert built.two_parts.layout == built.layout == [(("x",), DENSE), (("w",), DENSE)]
@@ -51,7 +51,7 @@ def test_code_rules_and_their_params(op_type: str, rule: str) -> None:
     assert built.two_parts is not None
     assert built.params
     assert built.statuses == whole.statuses
-    _, saved = built.two_parts.forward(given)
+    _, saved = run_forward(built, given)
     _, *wanted = whole.function(*given)
     found = built.two_parts.backward(saved, {})
     for got, gradient in zip(found, wanted, strict=True):
@@ -73,7 +73,7 @@ def test_forms_of_gradients_and_ys_without_grad_y() -> None:
     assert [form for _, form in built.two_parts.stacked_layout] == [DENSE, NOT_DIFFERENTIABLE, UNCONNECTED]
     table = np.arange(10, dtype=np.float32).reshape(5, 2)
     feeds: dict[str, Any] = {"table": table, "ids": [1, 3, 1], "x": [1.0]}
-    _, saved = built.two_parts.forward(arguments(program, built, feeds))
+    _, saved = run_forward(built, arguments(program, built, feeds))
     values, indices, shape = built.two_parts.backward(saved, {1: tf.fill([3, 2], 0.5)})
     assert_close(values.numpy(), table[[1, 3, 1]])
     assert (indices.numpy().tolist(), shape.numpy().tolist()) == ([1, 3, 1], [5, 2])
@@ -90,7 +90,7 @@ def test_pull_backs_may_give_some_of_the_grad_ys() -> None:
     built = split(program)
     assert built.two_parts is not None
     value = np.float32([0.3, -2.0])
-    _, saved = built.two_parts.forward(arguments(program, built, {"x": value}))
+    _, saved = run_forward(built, arguments(program, built, {"x": value}))
     for by_y, by_z in ((None, None), (3.0, None), (None, 5.0), (3.0, 5.0)):
         given = {i: tf.fill([2], scale) for i, scale in enumerate((by_y, by_z)) if scale is not None}
         (found,) = built.two_parts.backward(saved, given)
@@ -106,7 +106,7 @@ def test_invalid_pull_backs_are_refused() -> None:
     program = prepared(graph_for_function(CASES["plain"]), vjp=XW)
     built = split(program)
     assert built.two_parts is not None
-    _, saved = built.two_parts.forward(arguments(program, built, FEEDS))
+    _, saved = run_forward(built, arguments(program, built, FEEDS))
     with pytest.raises(GradruleError) as refusal:
         built.two_parts.backward(saved, {}, stacked=True)
     assert refusal.value.reason == errors_pb2.ERROR_REASON_INVALID_DERIVATIVE
@@ -126,5 +126,5 @@ def test_forward_run_keeps_no_y_only_for_its_shape() -> None:
     program = prepared(g, vjp=program_pb2.Vjp(ys=["y"], xs=["x"]))
     built = split(program)
     assert built.two_parts is not None
-    _, saved = built.two_parts.forward(arguments(program, built, {"x": np.ones(1000, np.float32)}))
+    _, saved = run_forward(built, arguments(program, built, {"x": np.ones(1000, np.float32)}))
     assert max(int(tf.size(tensor)) for tensor in saved) == 1

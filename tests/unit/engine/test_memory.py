@@ -14,7 +14,7 @@ from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.tf_errors import out_of_memory
 from tests.service.derivative_cases import CASES, W, graph_for_function
-from tests.unit.engine.building import arguments, prepared, split
+from tests.unit.engine.building import arguments, prepared, run_forward, split
 
 _OOM = "OOM when allocating tensor with shape[10000000000] and type float on /device:CPU:0 by allocator cpu"
 
@@ -46,7 +46,7 @@ def bytes_for(name: str, rows: int) -> int:
     program = prepared(graph_for_function(CASES[name]), vjp=program_pb2.Vjp(ys=["y"], xs=["x"]))
     built = split(program)
     assert built.two_parts is not None
-    _, saved = built.two_parts.forward(arguments(program, built, {"x": np.full((rows, 3), 0.1, np.float32), "w": W}))
+    _, saved = run_forward(built, arguments(program, built, {"x": np.full((rows, 3), 0.1, np.float32), "w": W}))
     return saved_bytes(saved)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from gradrule import optimizers
 from gradrule.v1 import session_pb2
-from gradrule_server.engine import tf_private
+from gradrule_server.engine.program import FunctionCall
 from gradrule_server.engine.session_optimizer import NAMES, StepOptimizer
 from gradrule_server.errors import GradruleError, reason_name
 
@@ -59,26 +60,37 @@ def test_restored_slots_continue(name: str) -> None:
         values = wanted
 
 
-def test_branches_do_not_run_on_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_small_updates_without_branches_run_on_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     message = optimizers.RMSprop(centered=True).message()
-    table, indices = tf.ones([6, 2]), tf.constant([1, 1, 4])
-    slices = tf.IndexedSlices(tf.ones([3, 2]), indices, tf.constant([6, 2]))
-    optimizer = StepOptimizer(message, {"table": table})
-    optimizer.step(message, {"table": table}, {"table": slices})
-    update = optimizer._update(("table",))
-    concrete = update.get_concrete_function(slices)
-    assert "StatelessIf" in {op.type for op in concrete.graph.get_operations()}
+    slices = tf.IndexedSlices(tf.ones([3, 2]), tf.constant([1, 1, 4]), tf.constant([6, 2]))
     executors = []
+    run = FunctionCall.on_device
 
-    def recorded(*gradients: object) -> None:
-        executors.append(context.context().function_call_options.executor_type)
-        update(*gradients)
+    def recorded(call: FunctionCall, arguments: Sequence[Any]) -> list[tf.Tensor]:
+        with_branch = "StatelessIf" in {op.type for op in call._function.graph.get_operations()}
+        executors.append((with_branch, call._single_threaded))
+        return run(call, arguments)
 
-    monkeypatch.setattr(optimizer, "_update", lambda names: recorded)
-    with tf_private.on_calling_thread():
-        optimizer.step(message, {"table": table}, {"table": slices})
-        assert context.context().function_call_options.executor_type == "SINGLE_THREADED_EXECUTOR"
-    assert executors == [None]
+    monkeypatch.setattr(FunctionCall, "on_device", recorded)
+    for gradient in (slices, tf.ones([6, 2])):
+        StepOptimizer(message, {"table": tf.ones([6, 2])}).step(
+            message, {"table": tf.ones([6, 2])}, {"table": gradient}
+        )
+    assert executors == [(True, False), (False, True)]
+
+
+def test_steps_of_one_kind_build_one_function() -> None:
+    """Slices of other lengths, other learning rates and assigned values need no other function."""
+    message = optimizers.Adam().message()
+    values = {"a": tf.ones([3]), "e": tf.ones([4, 2])}
+    ours = StepOptimizer(message, values)
+    for rows in (1, 2, 3):
+        slices = tf.IndexedSlices(tf.ones([rows, 2]), tf.range(rows), tf.constant([4, 2]))
+        new = ours.step(optimizers.Adam(0.1 * rows).message(), values, {"a": tf.ones([3]), "e": slices})
+        values = {name: value + 1 for name, value in new.items()}
+    assert len(ours._updates) == 1
+    (call,) = ours._updates.values()
+    assert isinstance(call, FunctionCall)
 
 
 def test_slots_fit_the_same_optimizer_on_the_same_shapes() -> None:
