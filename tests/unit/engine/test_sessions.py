@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule.common import tensor_codec
-from gradrule.v1 import evaluate_pb2, program_pb2
+from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.build import build
@@ -43,9 +43,8 @@ class Engine:
         reader = ArgumentReader(BlobReader(None))
         forward_runs = ForwardRuns(reader)
         self.sessions = Sessions(reader, VariableCache(BlobReader(None)), lambda _: built, forward_runs, "CPU:0")
-        value = link_pb2.BoundVariable()
-        value.spec.name, value.spec.dtype = "w", 1
-        value.spec.shape.CopyFrom(tensor_codec.shape_message(W.shape))
+        shape = tensor_codec.shape_message(W.shape)
+        value = link_pb2.BoundVariable(spec=tensor_pb2.TensorSpec(name="w", dtype=tensor_pb2.DT_FLOAT, shape=shape))
         value.value.inline_tensor.CopyFrom(tensor_codec.to_message(W))
         self.send(link_pb2.SessionRequest(assign=link_pb2.SessionAssign(variables=[value], opens=True)))
 
