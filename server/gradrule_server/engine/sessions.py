@@ -86,14 +86,18 @@ class Sessions:
                     given = request.assign.variables
                     values = self._variable_cache.tensors(given, request.blob_folder)
                     new = dict(zip((item.spec.name for item in given), values, strict=True))
-                    session.values = self._check_size(session, {**session.values, **new}, request)
+                    new = {**session.values, **new}
+                    reply.bytes = self._check_size(session, new, request)
+                    session.values = new
                 case "read":
                     self._read(session, request.read, reply)
                 case "restore":
                     self._restore(session, request)
                 case _:
                     self._run(session, request.run, contents, request, reply)
-            reply.bytes, reply.step = session.bytes_with(session.values), session.steps
+            reply.step = session.steps
+            if not reply.bytes:
+                reply.bytes = session.bytes_with(session.values)
         return reply
 
     def end(self, name: str) -> None:
@@ -185,7 +189,7 @@ class Sessions:
             )
         elif not (request.store or request.handle):
             write_derivatives(response, built, derivatives, packing)
-        values = self._check_size(session, values, message)
+        reply.bytes = self._check_size(session, values, message)
         if request.handle:
             # The derivatives of a program in two parts are what its forward part saved.
             _check_kept_size(derivatives, request)
@@ -230,8 +234,8 @@ class Sessions:
             raise translate_error(cause, inputs_of=built.inputs_of) from cause
         return {**values, **new}
 
-    def _check_size(self, session: _Session, values: Values, message: link_pb2.SessionRequest) -> Values:
-        """Returns the values. Raises QUOTA_EXCEEDED if they and the optimizer's slots exceed the message's limit."""
+    def _check_size(self, session: _Session, values: Values, message: link_pb2.SessionRequest) -> int:
+        """Returns the bytes of the values and the slots. Raises QUOTA_EXCEEDED if the message allows less."""
         size = session.bytes_with(values)
         if size > message.max_bytes:
             raise error(
@@ -239,7 +243,7 @@ class Sessions:
                 f"the session would take {size} bytes, slots of its optimiser included; {message.max_bytes} are left "
                 f"for it ({message.max_bytes_setting})",
             )
-        return values
+        return size
 
 
 def _require_values(session: _Session, names: Iterable[str], field: str) -> None:

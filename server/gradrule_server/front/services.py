@@ -376,7 +376,8 @@ async def _messages(
                     if loss.done():
                         await on_loss(loss.result())
                         is_reported = True
-                await asyncio.wait({arriving, drained}, return_when=asyncio.FIRST_COMPLETED)
+                if not arriving.done():
+                    await asyncio.wait({arriving, drained}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 if not arriving.done():
                     arriving.cancel()

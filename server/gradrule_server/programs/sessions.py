@@ -140,13 +140,10 @@ class Session:
         # The engine checks that the loss has one element.
         is_added = request.loss not in request.fetches
         fetches = [*request.fetches, *([request.loss] if is_added else [])]
-        call = link_pb2.RawEvaluateRequest(
-            spec=program_pb2.ProgramSpec(fetches=fetches, vjp=vjp).SerializeToString(),
-            feeds=request.feeds,
-            params=request.params,
-        )
+        spec = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
+        call = link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params)
         mode = RunInSession(self, ends_at, optimizer=request.optimizer, loss=request.loss)
-        answer, program, is_new = await self._run(with_settings(call, settings), received_ns, mode)
+        answer, program, is_new = await self._run(spec, with_settings(call, settings), received_ns, mode)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
         return session_pb2.StepResponse(
             outputs=done.outputs[:-1] if is_added else done.outputs,
@@ -184,7 +181,8 @@ class Session:
         Returns the bytes of an `EvaluateResponse`. `settings`: As in `step`.
         """
         call = with_settings(request, settings)
-        answer, program, _ = await self._run(call, received_ns, RunInSession(self, ends_at))
+        spec = await self._read_spec(call)
+        answer, program, _ = await self._run(spec, call, received_ns, RunInSession(self, ends_at))
         return answer + program.compiled.tail
 
     async def keep_forward(
@@ -328,7 +326,7 @@ class Session:
     ) -> ForwardRun:
         """Runs the forward part of a program; the engine keeps what the backward part needs; see `ForwardRunner`."""
         mode = RunInSession(self, ends_at, handle=handle)
-        answer, program, _ = await self._run(request, received_ns, mode)
+        answer, program, _ = await self._run(await self._read_spec(request), request, received_ns, mode)
         assert mode.reply is not None
         assert self._process is not None
         return ForwardRun(answer, mode.reply.kept_bytes, self._process, program.loadable.workload, True)
@@ -425,14 +423,17 @@ class Session:
 
     async def _run(
         self,
+        own_spec: program_pb2.ProgramSpec,
         call: link_pb2.RawEvaluateRequest,
         received_ns: int,
         mode: RunInSession,
     ) -> tuple[bytes, RunnableProgram, bool]:
-        """Returns the answer's bytes, the program, and whether it was compiled now. The call's spec is removed."""
+        """Returns the answer's bytes, the program, and whether it was compiled now. The call's spec is removed.
+
+        `own_spec`: The spec of the call, which has no graph.
+        """
         await self._check_process()
         compile_started = time.monotonic_ns()
-        own_spec = await self._read_spec(call)
         shape = replace(call_shape(call), split=bool(mode.handle))
         key = SessionKey(self._name, own_spec.SerializeToString(deterministic=True), shape)
         program = self._manager.program_service.cache.get(key)
