@@ -133,12 +133,13 @@ def run_on_device(
     state: Mapping[str, tf.Tensor] = NO_STATE,
 ) -> list[tf.Tensor]:
     """Returns the results of a program's function as tensors. `state`: as for `ArgumentReader.arguments`."""
-    arguments: Sequence[tf.Tensor] = ()
+    arguments: Sequence[tf.Tensor] | None = None
     try:
         arguments = reader.for_folder(request.blob_folder).arguments(built, call, request.params, state, contents)
         return built.call.on_device(arguments)
     except TENSORFLOW_ERRORS as cause:
-        raise translate_error(cause, built.naming_run(arguments), built.inputs_of) from cause
+        run_again = None if arguments is None else built.naming_run(arguments)
+        raise translate_error(cause, run_again, built.inputs_of) from cause
 
 
 def check_size(results: Iterable[tf.Tensor]) -> None:

@@ -20,6 +20,7 @@ from gradrule_server.engine.program import BuiltProgram, FunctionCall, SessionCa
 from gradrule_server.engine.run import ForwardRuns
 from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
+from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from tests.unit.engine.building import prepared
@@ -53,10 +54,10 @@ class Engine:
         request.deadline_ns = time.monotonic_ns() + 60 * 10**9
         return self.sessions.handle(request, {})
 
-    def step(self) -> float:
+    def step(self, x: np.ndarray = X) -> float:
         """Runs one step; returns its loss."""
         call = evaluate_pb2.EvaluateRequest()
-        call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(X))
+        call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(x))
         run = link_pb2.SessionRun(run=link_pb2.RunRequest(request=call.SerializeToString()), loss="y")
         run.optimizer.CopyFrom(gr.optimizers.SGD(0.01).message())
         reply = self.send(link_pb2.SessionRequest(run=run))
@@ -105,3 +106,18 @@ def test_results_of_a_session_become_tensors_without_a_copy() -> None:
     assert np.shares_memory(array, tf_private.shared_array(tf_private.shared_tensor(array)))
     for value in (np.float32(2.5), b"text", np.array([b"a", b"bc"], object), np.ones(3, bool)):
         assert np.array_equal(tf_private.shared_tensor(value).numpy(), value)
+
+
+def test_a_failure_in_a_session_names_its_node() -> None:
+    """The executor of small programs names no node, so the program runs again."""
+    g = gr.Graph()
+    product = g.op("MatMul", g.placeholder("x", "float32", [None, None]), g.variable("w", W), name="product")
+    g.op("Mean", g.op("Square", product), g.constant([0, 1]), name="y")
+    shape = CallShape(feeds=frozenset({"x"}), derivative=evaluate_pb2.DERIVATIVE_VJP, session=True)
+    built = build(prepared(g, call=shape, vjp=program_pb2.Vjp(ys=["y"], xs=["w"])).request)
+    assert built.small
+    engine = Engine(built)
+    with pytest.raises(GradruleError, match="product") as refused:
+        engine.step(np.ones((2, 5), np.float32))
+    assert reason_name(refused.value.reason) == "EXECUTION_FAILED"
+    assert engine.step() == pytest.approx(np.mean((X @ W) ** 2))
