@@ -59,3 +59,23 @@ def test_a_tensor_of_unknown_rank_is_refused() -> None:
     tensor.tensor_shape.unknown_rank = True
     with pytest.raises(GradruleError, match="shape must be known"):
         ArgumentReader(BlobReader(None)).arrays(built, call, [])
+
+
+def test_forward_runs_use_the_plan_and_do_not_copy_variables() -> None:
+    g = gr.Graph()
+    w = tf.ones([3, 2])
+    g.op("MatMul", g.placeholder("x", "float32", [None, 3]), g.variable("w", w.numpy()), name="y")
+    request = prepared(g, vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request
+    request.split = True
+    # As if the caller had sent the variable's value with the program.
+    request.variables.add(spec=next(item for item in request.inputs if item.name == "w"))
+    del request.inputs[[item.name for item in request.inputs].index("w")]
+    built = build(request, [w])
+    call = evaluate_pb2.EvaluateRequest()
+    call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones((2, 3), np.float32)))
+    plan = built.feed_plan.arrays(call, [], {})
+    assert plan is not None
+    x, found = ArgumentReader(BlobReader(None)).arguments(built, call, [])
+    assert found is w
+    # The message's memory may be freed after the call.
+    assert not np.shares_memory(plan[0], x.numpy())
