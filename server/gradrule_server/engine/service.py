@@ -54,7 +54,7 @@ class EngineService:
         self._frames = frames
         self._jit = JitCompiler(frames, jit_after_s)
         self._reader = ArgumentReader(blobs)
-        self._variable_cache = VariableCache(blobs)
+        self._variable_cache = VariableCache(blobs, device)
         self._device = device
         self._disabled_fast_paths = disabled_fast_paths
         self._programs: dict[str, BuiltProgram] = {}
@@ -66,7 +66,7 @@ class EngineService:
         self._batches = BatchRunner(frames, self._reader, self._memories, self._find_program, self._answering)
         self._on_worker = on_worker
         self._is_worker = False
-        self._preparation = PreparationService(frames, lambda folder, name: blobs.for_folder(folder).read(name))
+        self._preparation = PreparationService(frames, blobs.for_folder)
         # Tracing holds the interpreter lock, so several threads would not make it faster.
         self._build_lock = threading.Lock()
         self._exhausted = fault_message(exhausted_error()).SerializeToString()

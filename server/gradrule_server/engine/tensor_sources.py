@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import mmap
 import re
 import threading
 import weakref
@@ -23,7 +25,17 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import missing_blobs
 
 _NAME = re.compile(r"[0-9a-f]{64}")
+_KEPT_NAME = re.compile(r"\.kept-[0-9]+")
 _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
+
+
+# Element types of which TensorFlow takes memory of NumPy.
+_MAPPED_DTYPES = frozenset(
+    {
+        *(tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128),
+        *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64),
+    }
+)
 
 
 class BlobReader:
@@ -31,6 +43,7 @@ class BlobReader:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._maps: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()
 
     def for_folder(self, name: str) -> BlobReader:
         """Returns a reader for a subfolder; without a name, this reader. Raises INTERNAL for an invalid name."""
@@ -38,7 +51,9 @@ class BlobReader:
             return self
         if _FOLDER.fullmatch(name) is None:
             raise error(errors_pb2.ERROR_REASON_INTERNAL, f"{name!r} is no folder of blobs")
-        return BlobReader(None if self._folder is None else self._folder / name)
+        reader = BlobReader(None if self._folder is None else self._folder / name)
+        reader._maps = self._maps
+        return reader
 
     def read(self, name: str) -> bytes:
         """Returns the bytes of a blob. Raises BLOB_NOT_FOUND."""
@@ -47,8 +62,30 @@ class BlobReader:
             raise missing_blobs([name])
         return path.read_bytes()
 
+    def map_kept(self, name: str) -> memoryview:
+        """Maps a file of kept values into memory. Raises INTERNAL if there is none."""
+        return memoryview(self._map_kept(name))
+
+    def kept_array(self, kept: link_pb2.KeptValue, spec: tensor_pb2.TensorSpec) -> NDArray[Any]:
+        """Returns a tensor of kept values, in memory that processes share. Raises INTERNAL if there is none."""
+        dtype, sizes = tensor_codec.numpy_dtype(spec.dtype), _sizes(spec.shape)
+        little = dtype.newbyteorder("<")
+        array = np.frombuffer(self._map_kept(kept.file), little, math.prod(sizes), kept.offset)
+        return array.reshape(sizes).astype(dtype, copy=False)
+
+    def _map_kept(self, name: str) -> mmap.mmap:
+        if self._folder is None or _KEPT_NAME.fullmatch(name) is None:
+            raise error(errors_pb2.ERROR_REASON_INTERNAL, f"{name!r} is no file of kept values")
+        path = str(self._folder / name)
+        found = self._maps.get(path)
+        if found is None:
+            with open(path, "rb") as file:
+                # Private, so that TensorFlow may use the memory as its own; nothing writes to it.
+                found = self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return found
+
     def array(self, blob: tensor_pb2.BlobTensor, what: str, field: str) -> NDArray[Any]:
-        """Returns a read-only tensor. `what`, `field`: name it in errors. Raises BLOB_NOT_FOUND or INVALID_TENSOR."""
+        """Returns a mapped tensor. `what`, `field`: name it in errors. Raises BLOB_NOT_FOUND or INVALID_TENSOR."""
         shape = tensor_codec.shape_tuple(blob.shape)
         if shape is None or any(size is None for size in shape):
             raise _invalid(f"{what}: a tensor's shape must be known", field)
@@ -76,7 +113,7 @@ class BlobReader:
             )
         little = dtype.newbyteorder("<")
         # An empty file cannot be mapped.
-        array = np.memmap(path, little, "r", shape=sizes) if wanted else np.empty(sizes, little)
+        array = np.memmap(path, little, "c", shape=sizes) if wanted else np.empty(sizes, little)
         return array.astype(dtype, copy=False)
 
     def _path(self, name: str) -> Path | None:
@@ -181,8 +218,9 @@ class VariableCache:
     Tenants, whose blobs lie in different folders, share none: nobody learns from the speed what another has.
     """
 
-    def __init__(self, blobs: BlobReader) -> None:
+    def __init__(self, blobs: BlobReader, device: str = "CPU:0") -> None:
         self._blobs = blobs
+        self._shares_memory = device.startswith("CPU")
         self._lock = threading.Lock()
         self._kept: weakref.WeakValueDictionary[_Key, tf.Tensor] = weakref.WeakValueDictionary()
 
@@ -193,7 +231,9 @@ class VariableCache:
 
     def _tensor(self, variable: link_pb2.BoundVariable, blob_folder: str, blobs: BlobReader) -> tf.Tensor:
         value, what = variable.value, f"variable {variable.spec.name!r}"
-        if value.HasField("blob"):
+        if variable.HasField("kept"):
+            key = (blob_folder, variable.kept.sha256, variable.spec.dtype, _sizes(variable.spec.shape))
+        elif value.HasField("blob"):
             key = (blob_folder, value.blob.sha256, value.blob.dtype, _sizes(value.blob.shape))
         else:
             content = value.inline_tensor.SerializeToString(deterministic=True)
@@ -203,18 +243,25 @@ class VariableCache:
             tensor = self._kept.get(key)
             if tensor is None:
                 try:
-                    is_blob = value.HasField("blob")
-                    array = (
-                        blobs.array(value.blob, what, "spec.variables")
-                        if is_blob
-                        else tensor_codec.to_numpy(value.inline_tensor)
-                    )
+                    if variable.HasField("kept"):
+                        array = blobs.kept_array(variable.kept, variable.spec)
+                    elif value.HasField("blob"):
+                        array = blobs.array(value.blob, what, "spec.variables")
+                    else:
+                        array = tensor_codec.to_numpy(value.inline_tensor)
                 except ValueError as cause:
                     raise error(
                         errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field="spec.variables"
                     ) from cause
-                tensor = self._kept[key] = tf.constant(array, dtype=tf.as_dtype(variable.spec.dtype))
+                is_mapped = not value.HasField("inline_tensor")
+                tensor = self._kept[key] = self._convert(array, tf.as_dtype(variable.spec.dtype), is_mapped=is_mapped)
         return tensor
+
+    def _convert(self, array: NDArray[Any], dtype: tf.DType, *, is_mapped: bool) -> tf.Tensor:
+        """Returns a tensor of an array; it uses the memory of a mapped file if TensorFlow can."""
+        if is_mapped and self._shares_memory and dtype in _MAPPED_DTYPES and array.size:
+            return tf.experimental.dlpack.from_dlpack(np.asarray(array).__dlpack__())
+        return tf.constant(array, dtype=dtype)
 
 
 def _sizes(shape: tensor_pb2.TensorShape) -> tuple[int, ...]:

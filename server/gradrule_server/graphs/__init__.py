@@ -3,8 +3,9 @@
 bytes → `parse` → message → `expand` (check, resolve overrides, inline calls, prune) → `Expanded`.
 """
 
+from gradrule_server.graphs.contents import Contents, is_large, little_endian, move_constants
 from gradrule_server.graphs.expand_request import Expanded, ExpandRequest, GraphInput, Mark, VariableInfo
-from gradrule_server.graphs.expansion import expand, placeholders, variables
+from gradrule_server.graphs.expansion import ReadGraph, expand, placeholders, variables
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Limits
 from gradrule_server.graphs.read import parse
 from gradrule_server.graphs.resolution_context import Match
@@ -15,6 +16,7 @@ __all__ = [
     "DEFAULT_RULE",
     "DIFFERENTIABLE",
     "OWN_GRADIENT",
+    "Contents",
     "ExpandRequest",
     "Expanded",
     "GraphInput",
@@ -22,8 +24,12 @@ __all__ = [
     "Mark",
     "Match",
     "OverrideSpec",
+    "ReadGraph",
     "VariableInfo",
     "expand",
+    "is_large",
+    "little_endian",
+    "move_constants",
     "parse",
     "placeholders",
     "shape_fault",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.errors import error
+from gradrule_server.graphs.contents import LargeConstant
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import CONTAINERS, PLACEHOLDERS, Body, Ref, parse_tensor_name, short_tensor_name
 from gradrule_server.graphs.resolution_context import Match
@@ -130,6 +131,8 @@ class Expanded:
     # Serialized graphs of embedded rules, by index. Arguments are placeholders; results are the nodes `dx`, `dx1`, ….
     embedded_rules: dict[int, bytes]
     embedded_rule_nodes: dict[int, int]
+    # Constants that are inputs of the graph.
+    constants: list[LargeConstant] = field(default_factory=list)
     # Placeholders and variables that calls may feed without a new program, including those that no result needs.
     placeholders: list[str] = field(default_factory=list)
     # Variables with values, by the name in the request, including those that no result needs.

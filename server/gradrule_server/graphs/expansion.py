@@ -9,12 +9,14 @@ import gc
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from gradrule.common.dtypes import as_dt
-from gradrule.v1.graph_pb2 import Graph
+from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.check import check, check_runnable
 from gradrule_server.graphs.constant_sums import softmax_before
+from gradrule_server.graphs.contents import Contents, LargeConstant, constant_digest, restore_values
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, copy_graph
 from gradrule_server.graphs.embedded_rules import expand_embedded_rules, write_embedded_rules
 from gradrule_server.graphs.expand_request import (
@@ -27,7 +29,7 @@ from gradrule_server.graphs.expand_request import (
     find_requested,
     find_selected,
 )
-from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.findings import Finding, Findings, GradruleError, Reason, quote
 from gradrule_server.graphs.ir import (
     PLACEHOLDER_WITH_DEFAULT,
     PLACEHOLDERS,
@@ -39,6 +41,7 @@ from gradrule_server.graphs.ir import (
     parse_tensor_name,
     prune,
 )
+from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.resolution_context import RequestTensors, ResolutionContext
 from gradrule_server.graphs.resolve import Resolver
@@ -51,10 +54,52 @@ from gradrule_server.graphs.write import mark_nodes, tensor_name, write_graph
 from gradrule_server.policy.op_tables import ops_with
 
 _DRAWS_RANDOM = ops_with("draws_random")
+_INPUT = "Placeholder"
+# Measured: bytes of a node of a checked graph, and of its message for each encoded byte.
+_NODE_BYTES = 2048
+_COPIES = 8
 
 _gc_lock = threading.Lock()
 _gc_pauses = 0
 _gc_was_enabled = False
+
+
+class ReadGraph:
+    """A parsed graph, which is checked once. Expansions do not change it.
+
+    Args:
+        graph: The graph.
+        contents: The values of its moved constants.
+    """
+
+    def __init__(self, graph: Graph, contents: Contents | None = None) -> None:
+        self.graph = graph
+        self.contents = contents or Contents()
+        self._checked: _CheckedGraph | None = None
+
+    def check(self, limits: Limits) -> _CheckedGraph:
+        """Checks the graph, infers types, and finds its functions and variables.
+
+        Raises `GradruleError` only if the check cannot continue. All calls have the same limits.
+        """
+        if self._checked is None:
+            findings = Findings()
+            top, library = check(self.graph, limits, findings)
+            self._checked = _CheckedGraph(top, library, VariableTable(top), tuple(findings.all))
+        return self._checked
+
+    @property
+    def size(self) -> int:
+        """Its approximate size in memory without the values of moved constants, bytes."""
+        nodes = 0 if self._checked is None else sum(len(body.nodes) for body in bodies_of(self._checked.top))
+        return _COPIES * self.graph.ByteSize() + _NODE_BYTES * nodes
+
+
+class _CheckedGraph(NamedTuple):
+    top: Body
+    library: Library
+    variables: VariableTable
+    findings: tuple[Finding, ...]
 
 
 def placeholders(graph: Graph, variables: Iterable[str] = ()) -> frozenset[str]:
@@ -65,32 +110,34 @@ def placeholders(graph: Graph, variables: Iterable[str] = ()) -> frozenset[str]:
     return frozenset(node.name for node in graph.node if node.op in PLACEHOLDERS) | fed_in_place(graph, variables)
 
 
-def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -> Expanded:
+def expand(graph: Graph | ReadGraph, request: ExpandRequest, limits: Limits | None = None) -> Expanded:
     """Checks graph and request, resolves overrides, inlines calls and keeps only nodes that requested tensors need.
 
     Raises `GradruleError` with all findings.
     """
     with _paused_collection():
-        return _Expansion(graph, request, limits or Limits()).run()
+        source = graph if isinstance(graph, ReadGraph) else ReadGraph(graph)
+        return _Expansion(source, request, limits or Limits()).run()
 
 
-def variables(graph: Graph, limits: Limits | None = None) -> list[VariableInfo]:
+def variables(graph: Graph | ReadGraph, limits: Limits | None = None) -> list[VariableInfo]:
     """Checks a graph and returns its variables. Raises `GradruleError` with all findings."""
     with _paused_collection():
-        findings = Findings()
-        top, _ = check(graph, limits or Limits(), findings)
-        findings.raise_if_any()
+        source = graph if isinstance(graph, ReadGraph) else ReadGraph(graph)
+        checked = source.check(limits or Limits())
+        if checked.findings:
+            raise GradruleError(checked.findings)
         return [
             VariableInfo((item.name, *sorted(item.aliases)), item.dtype, item.shape, bool(item.initialiser))
-            for item in VariableTable(top).all()
+            for item in checked.variables.all()
         ]
 
 
 class _Expansion:
     """One expansion. Each stage uses the attributes that the stages before it have set."""
 
-    def __init__(self, graph: Graph, request: ExpandRequest, limits: Limits) -> None:
-        self._graph = graph
+    def __init__(self, source: ReadGraph, request: ExpandRequest, limits: Limits) -> None:
+        self._source = source
         self._request = request
         self._limits = limits
         self._findings = Findings()
@@ -111,8 +158,8 @@ class _Expansion:
 
     def _check_graph(self) -> None:
         """Checks the graph, infers types, and finds its functions and variables."""
-        self._top, self._library = check(self._graph, self._limits, self._findings)
-        self._variables = VariableTable(self._top)
+        self._top, self._library, self._variables, findings = self._source.check(self._limits)
+        self._findings.all += findings
 
     def _find_tensors(self) -> None:
         """Finds the tensors that the request names, in the uploaded graph."""
@@ -293,7 +340,9 @@ class _Expansion:
 
     def _write(self) -> Expanded:
         """Serializes the graph and the embedded rules, and returns the result of the expansion."""
-        body, versions = self._copy.body, self._graph.versions
+        body, versions = self._copy.body, self._source.graph.versions
+        inputs = _inputs(self._top, body, self._cut, self._fed, self._variables, set(self._given.values()))
+        constants = self._take_constants()
         rules, indices = self._rules.bodies, self._node_gradients.embedded_indices
         # Write the rules after marking: their nodes have marks too, for gradients of gradients.
         embedded_rules = write_embedded_rules(rules, indices, versions, self._limits)
@@ -309,7 +358,8 @@ class _Expansion:
             draws_random=any(node.op in _DRAWS_RANDOM for inner in bodies_of(body) for node in inner.nodes),
             embedded_rules=embedded_rules,
             embedded_rule_nodes={index: len(rules[name].nodes) for (name, _), index in indices.items()},
-            inputs=_inputs(self._top, body, self._cut, self._fed, self._variables, set(given.values())),
+            inputs=inputs,
+            constants=constants,
             tensor_names={name: tensor_name(body, moved[ref]) for name, ref in self._requested.items() if ref in moved},
             dtypes=self._dtypes,
             placeholders=[
@@ -327,6 +377,36 @@ class _Expansion:
                 if ref in moved
             },
         )
+
+    def _take_constants(self) -> list[LargeConstant]:
+        """Turns the moved constants of the top level into inputs, and returns them; gives the others their values."""
+        top, contents, restored = self._copy.body, self._source.contents, 0
+        for root in self._bodies:
+            restored += sum(restore_values(body.nodes, contents) for body in bodies_of(root) if body is not top)
+        if restored > contents.size + self._limits.inlined_bytes:
+            message = (
+                f"The constants in bodies of loops and in branches take {restored} bytes, once for each use of a "
+                f"function; {self._limits.inlined_bytes} bytes more than in the graph are the most "
+                f"(--max-inlined-bytes). Give constants to functions as arguments."
+            )
+            self._findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+            self._findings.raise_if_any()
+        constants = []
+        for node in list(top.nodes):
+            digest = constant_digest(node)
+            if not digest:
+                continue
+            shape, dtype = node.attrs["value"].tensor.tensor_shape, node.attrs["dtype"]
+            name, attrs = node.name, {"dtype": dtype, "shape": AttrValue(shape=shape)}
+            if node.controls:
+                # The nodes that it waits for must run too.
+                name = self._copy.unique(top, f"{node.name}/value")
+                top.nodes.append(Node(name, _INPUT, (), (), attrs, node.outputs))
+                node.op, node.inputs, node.attrs = "Identity", [(len(top.nodes) - 1, 0)], {"T": dtype}
+            else:
+                node.op, node.attrs = _INPUT, attrs
+            constants.append(LargeConstant(name, dtype.type, shape, digest))
+        return constants
 
     def _result_names(self) -> list[str]:
         request = self._request

@@ -36,6 +36,9 @@ OPTIONAL_ATTR = "_gradrule_optional"
 # Attribute of nodes that tracing added; overrides select them only by their exact names.
 ADDED_ATTR = "_gradrule_added"
 
+# Attribute of constants whose values are elsewhere: the SHA-256 of the values, hex; see `contents`.
+CONTENT_ATTR = "_gradrule_content"
+
 CUSTOM_GRADIENT_ATTRS = frozenset({OUTPUTS_ATTR, INPUTS_ATTR, REGION_ATTR})
 
 CALLS = ops_with("call")

@@ -21,6 +21,7 @@ from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import (
     ADDED_ATTR,
     ARG,
+    CONTENT_ATTR,
     CUSTOM_GRADIENT_ATTRS,
     GRADIENT_ATTR,
     OPTIONAL_ATTR,
@@ -43,6 +44,7 @@ _MAX_NAME = 1024
 # Attributes with a leading `_` are internal to TensorFlow; only these affect execution or gradients.
 _KEPT_NOTES = CUSTOM_GRADIENT_ATTRS | {
     ADDED_ATTR,
+    CONTENT_ATTR,
     "_num_original_outputs",
     "_lower_using_switch_merge",
     GRADIENT_ATTR,

@@ -21,11 +21,14 @@ from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_der
 from gradrule_server.preparation.overrides import OverrideTable, read_overrides, rule_names
 from gradrule_server.preparation.references import (
     Blobs,
+    GraphReader,
+    Keep,
+    LoadedGraph,
     ResolvedRule,
     RuleLookup,
     VariableValues,
+    bind_constants,
     bind_variables,
-    load_graph,
 )
 
 FORMAT_VERSION = 3
@@ -60,9 +63,7 @@ class _ReadProgram:
 
     spec: program_pb2.ProgramSpec
     call: CallShape
-    graph: graph_pb2.Graph
-    graph_digest: str
-    likeness: str
+    loaded: LoadedGraph
     derivative: DerivativeSpec
     overrides: OverrideTable
     findings: list[Finding]
@@ -75,6 +76,8 @@ def prepare(
     limits: Limits,
     store: Blobs,
     namespace: str = "gr",
+    reader: GraphReader | None = None,
+    keep: Keep | None = None,
 ) -> Prepared:
     """Checks and expands a program. Raises `GradruleError` with all findings.
 
@@ -86,31 +89,35 @@ def prepare(
         store: The blobs that may hold the graph and values of variables.
         namespace: Prefix of the program's function names; must be unique per engine process, because TensorFlow
             registers functions by name for the whole process.
+        reader: Reads the graph, whose large constants it moves only if there is a `keep`; None: a new one.
+        keep: Keeps large values; None: the program holds all values of its graph and of variables itself.
     """
-    program = _read_program(spec, call, lookup, limits, store)
+    loaded = (reader or GraphReader(moves_constants=False)).load(spec, limits, store)
+    program = _read_program(spec, call, lookup, limits, loaded)
     expanded = _expand_graph(program, lookup, limits, namespace)
     _check_program(program, expanded, limits)
     program.overrides.set_embedded_contents(expanded.embedded_rules)
-    values = bind_variables(spec, expanded, store, limits)
+    values = bind_variables(spec, expanded, store, limits, keep)
+    values.bound.extend(bind_constants(loaded, expanded, keep))
     request = _build_request(program, expanded, values, limits)
     request.key = _digest(program, request, values)
     return Prepared(
         request.key,
-        program.graph_digest,
+        loaded.digest,
         request,
         program.overrides,
         expanded,
         dict(spec.aliases),
         values.blobs,
-        program.likeness,
+        loaded.likeness,
     )
 
 
 def _read_program(
-    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: Limits, store: Blobs
+    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: Limits, loaded: LoadedGraph
 ) -> _ReadProgram:
-    """Parses the graph, reads the derivative and the overrides, and looks up the rules in the overrides."""
-    graph_bytes, graph = load_graph(spec, limits, store)
+    """Reads the derivative and the overrides, and looks up the rules in the overrides."""
+    graph = loaded.graph.graph
     # Remove fed placeholders from the key, because feeding a placeholder does not change the program.
     call = replace(call, feeds=call.feeds - graphs.placeholders(graph, _variable_names(spec)))
     derivative, findings = read_derivative_spec(spec, call)
@@ -119,9 +126,7 @@ def _read_program(
     return _ReadProgram(
         spec,
         call,
-        graph,
-        hashlib.sha256(graph_bytes).hexdigest(),
-        hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest(),
+        loaded,
         derivative,
         table,
         [*findings, *_check_spec(spec, derivative), *table.findings],
@@ -155,7 +160,7 @@ def _expand_graph(program: _ReadProgram, lookup: RuleLookup, limits: Limits, nam
         stateful=program.call.session,
     )
     try:
-        return graphs.expand(program.graph, request, limits)
+        return graphs.expand(program.loaded.graph, request, limits)
     except GradruleError as cause:
         found = [_mention_aliases(item, spec) for item in cause.findings]
         raise GradruleError([*found, *program.findings, *table.check_rules()]) from None
@@ -342,7 +347,7 @@ def _digest(program: _ReadProgram, request: link_pb2.CompileRequest, values: Var
     ]
     content = {
         "format": FORMAT_VERSION,
-        "graph": program.graph_digest,
+        "graph": program.loaded.digest,
         "rules": rules,
         "overrides": overrides,
         "fetches": list(spec.fetches),

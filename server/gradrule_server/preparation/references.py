@@ -6,12 +6,14 @@ Rules and blobs come from the front end; a program that is built again takes its
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from gradrule.common import tensor_codec
-from gradrule.v1 import errors_pb2, graph_pb2, program_pb2, rule_pb2, tensor_pb2
+from gradrule.v1 import errors_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, Resource, error
 from gradrule_server.link.messages import error_from_fault
@@ -21,8 +23,16 @@ from gradrule_server.rules import RuleContent
 from gradrule_server.rules.catalogue import BUILTINS
 from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 
+Keep = Callable[[graphs.Contents], str]
+"""Keeps values in a file for the programs of a task; returns its name. Raises QUOTA_EXCEEDED."""
 AskFrontEnd = Callable[[link_pb2.Question], link_pb2.Answer]
 """Sends a question to the front end and returns its answer."""
+
+# The graphs that a compile worker keeps, and their bytes without the values of large constants.
+_MAX_GRAPHS = 4
+_MAX_GRAPH_BYTES = 64 << 20
+# Bytes of kept values in one question.
+_PART_BYTES = 1 << 19
 
 # Number of names in one question to the front end.
 _BATCH_SIZE = 500
@@ -161,17 +171,29 @@ class Blobs(Protocol):
         ...
 
 
+class BlobFiles(Protocol):
+    """Reads files in the folder of the caller's blobs."""
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes of a blob. Raises BLOB_NOT_FOUND."""
+        ...
+
+    def map_kept(self, name: str) -> memoryview:
+        """Maps a file of kept values."""
+        ...
+
+
 class FrontEndBlobs:
     """Reads the caller's blobs; the front end gives their sizes and verifies their bytes.
 
     Args:
         ask: Sends a question to the front end.
-        read: Returns the bytes of a blob that the front end has checked.
+        files: Reads the files that the front end has checked.
     """
 
-    def __init__(self, ask: AskFrontEnd, read: Callable[[str], bytes]) -> None:
+    def __init__(self, ask: AskFrontEnd, files: BlobFiles) -> None:
         self._ask = ask
-        self._read = read
+        self._files = files
         self._sizes: dict[str, int] = {}
 
     def missing(self, names: Iterable[str]) -> list[str]:
@@ -197,7 +219,17 @@ class FrontEndBlobs:
     def read(self, name: str) -> bytes:
         """Returns the bytes of a blob. Raises BLOB_NOT_FOUND."""
         _raise_fault(self._ask(link_pb2.Question(blob=name)))
-        return self._read(name)
+        return self._files.read(name)
+
+    def keep(self, contents: graphs.Contents) -> str:
+        """Keeps values in a file for the programs of the task; returns its name. Raises QUOTA_EXCEEDED."""
+        name = link_pb2.Content(name=contents.name, size=contents.size)
+        file = _raise_fault(self._ask(link_pb2.Question(content=name))).file
+        if not file:
+            for part in contents.parts(_PART_BYTES):
+                file = _raise_fault(self._ask(link_pb2.Question(part=part))).file
+        contents.move_to(self._files.map_kept(file))
+        return file
 
 
 def _lacks_definition(rule: rule_pb2.Rule) -> bool:
@@ -212,25 +244,79 @@ def _raise_fault(answer: link_pb2.Answer) -> link_pb2.Answer:
     return answer
 
 
-def load_graph(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tuple[bytes, graph_pb2.Graph]:
-    """Returns the graph's bytes and the parsed graph. Raises BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
-    source = spec.graph.WhichOneof("source")
-    if source == "blob_sha256":
-        size = store.size(spec.graph.blob_sha256)
-        if size > limits.graph_bytes:
-            raise error(
-                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                f"the graph has {size} bytes; {limits.graph_bytes} is the most, unless the server is started with a "
-                "larger --max-graph-bytes",
-                field="spec.graph",
-            )
-        data = store.read(spec.graph.blob_sha256)
-        return data, graphs.parse(data, limits)
-    if source == "serialized":
-        return spec.graph.serialized, graphs.parse(spec.graph.serialized, limits)
-    if source == "inline_graph":
-        return spec.graph.inline_graph.SerializeToString(deterministic=True), spec.graph.inline_graph
-    raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
+@dataclass(frozen=True, slots=True)
+class LoadedGraph:
+    """A graph of a request.
+
+    Attributes:
+        graph: The graph without the values of large constants.
+        digest: SHA-256 of its bytes, hex.
+        likeness: A digest that does not depend on the order of its serialized fields.
+    """
+
+    graph: graphs.ReadGraph
+    digest: str
+    likeness: str
+
+
+class GraphReader:
+    """Reads graphs; keeps those that were read last, without the values of their large constants.
+
+    Args:
+        moves_constants: Whether the values of large constants are moved out of graphs.
+    """
+
+    def __init__(self, *, moves_constants: bool = True) -> None:
+        self._moves_constants = moves_constants
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, Limits], LoadedGraph] = OrderedDict()
+
+    def load(self, spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> LoadedGraph:
+        """Returns the graph of a spec. Raises BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
+        source = spec.graph.WhichOneof("source")
+        data = b""
+        if source == "blob_sha256":
+            digest = spec.graph.blob_sha256
+            size = store.size(digest)
+            if size > limits.graph_bytes:
+                raise error(
+                    errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                    f"the graph has {size} bytes; {limits.graph_bytes} is the most, unless the server is started with "
+                    "a larger --max-graph-bytes",
+                    field="spec.graph",
+                )
+        elif source == "serialized":
+            data = spec.graph.serialized
+        elif source == "inline_graph":
+            data = spec.graph.inline_graph.SerializeToString(deterministic=True)
+        else:
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
+        if source != "blob_sha256":
+            digest = hashlib.sha256(data).hexdigest()
+        with self._lock:
+            found = self._known.pop((digest, limits), None)
+        if found is None:
+            if source == "blob_sha256":
+                data = store.read(digest)
+            found = self._read(data, digest, limits)
+        with self._lock:
+            self._known[digest, limits] = found
+            self._drop_surplus()
+        return found
+
+    def _read(self, data: bytes, digest: str, limits: Limits) -> LoadedGraph:
+        graph, contents = graphs.parse(data, limits), graphs.Contents()
+        likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
+        if self._moves_constants:
+            graph = graphs.move_constants(graph, limits, contents)
+        return LoadedGraph(graphs.ReadGraph(graph, contents), digest, likeness)
+
+    def _drop_surplus(self) -> None:
+        """Drops the graphs that were used least recently; the last one stays."""
+        while len(self._known) > _MAX_GRAPHS or (
+            len(self._known) > 1 and sum(item.graph.size for item in self._known.values()) > _MAX_GRAPH_BYTES
+        ):
+            self._known.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +332,31 @@ class VariableValues:
     blobs: tuple[str, ...] = ()
 
 
+def bind_constants(graph: LoadedGraph, expanded: graphs.Expanded, keep: Keep | None) -> list[link_pb2.BoundVariable]:
+    """Keeps the values of the constants that are inputs of the expanded graph, and returns their places."""
+    contents = graph.graph.contents
+    if keep is None or not expanded.constants:
+        return []
+    file = keep(contents)
+    return [
+        link_pb2.BoundVariable(
+            spec=tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape),
+            kept=link_pb2.KeptValue(file=file, offset=contents.offset(item.sha256), sha256=item.sha256),
+        )
+        for item in expanded.constants
+    ]
+
+
 def bind_variables(
-    spec: program_pb2.ProgramSpec, expanded: graphs.Expanded, store: Blobs, limits: Limits
+    spec: program_pb2.ProgramSpec,
+    expanded: graphs.Expanded,
+    store: Blobs,
+    limits: Limits,
+    keep: Keep | None = None,
 ) -> VariableValues:
     """Checks all given values and returns those that the program needs.
+
+    `keep`: Keeps large values that are in messages; None: they stay there.
 
     Raises FEED_DTYPE, FEED_SHAPE, INVALID_TENSOR, LIMIT_EXCEEDED, BLOB_NOT_FOUND.
     """
@@ -260,6 +367,7 @@ def bind_variables(
         raise missing_blobs(missing)
     bound: list[link_pb2.BoundVariable] = []
     content: list[list[object]] = []
+    kept = graphs.Contents()
     for number, item in enumerate(spec.variables):
         variable = expanded.variables[item.name]
         field_name = f"spec.variables[{number}]"
@@ -269,11 +377,29 @@ def bind_variables(
             findings.append(Finding(reason, f"The value of variable {item.name!r} {text}.", item.name, field_name))
         elif variable.name in needed:
             tensor = tensor_pb2.TensorSpec(name=variable.name, dtype=variable.dtype, shape=variable.shape)
-            bound.append(link_pb2.BoundVariable(spec=tensor, value=item.value))
-            content.append([variable.name, *_digest_content(item.value)])
+            digest = _digest_content(item.value)
+            content.append([variable.name, *digest])
+            values = _large_values(item.value) if keep is not None else None
+            if values is not None and kept.has_room(values, limits):
+                sha256 = kept.add(values)
+                place = link_pb2.KeptValue(offset=kept.offset(sha256), sha256=sha256)
+                bound.append(link_pb2.BoundVariable(spec=tensor, kept=place))
+            else:
+                bound.append(link_pb2.BoundVariable(spec=tensor, value=item.value))
     if findings:
         raise GradruleError(findings)
+    if keep is not None and kept.size:
+        file = keep(kept)
+        for variable_value in bound:
+            if variable_value.HasField("kept"):
+                variable_value.kept.file = file
     return VariableValues(bound, sorted(content, key=lambda entry: str(entry[0])), tuple(_blob_names(bound)))
+
+
+def _large_values(value: tensor_pb2.TensorSource) -> memoryview | None:
+    """Returns the values of a large tensor in a message; None for other values."""
+    is_large = value.HasField("inline_tensor") and graphs.is_large(value.inline_tensor)
+    return graphs.little_endian(value.inline_tensor) if is_large else None
 
 
 def _blob_names(values: Iterable[tensor_pb2.NamedTensor | link_pb2.BoundVariable]) -> list[str]:

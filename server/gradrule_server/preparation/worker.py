@@ -21,10 +21,11 @@ from gradrule_server.preparation.finish import finish, make_plan
 from gradrule_server.preparation.prepare import Prepared, override_values, prepare
 from gradrule_server.preparation.references import (
     AskFrontEnd,
+    BlobFiles,
     FrontEndBlobs,
     FrontEndRuleLookup,
+    GraphReader,
     SnapshotRuleLookup,
-    load_graph,
 )
 from gradrule_server.preparation.sampling import sample_call
 from gradrule_server.rules import RuleContent
@@ -34,16 +35,17 @@ _LENGTH = struct.Struct("<Q")
 
 MessageT = TypeVar("MessageT", bound=Message)
 
-ReadBlob = Callable[[str, str], bytes]
-"""Returns the bytes of a blob, given its folder, relative to the blob folder of the process, and its name."""
+OpenFolder = Callable[[str], BlobFiles]
+"""Opens a folder of blobs, given its name relative to the blob folder of the process."""
 
 
 class PreparationService:
     """Handles PREPARE frames; thread-safe. Tasks send QUESTION frames and wait for ANSWER frames."""
 
-    def __init__(self, frames: FrameSocket, read_blob: ReadBlob) -> None:
+    def __init__(self, frames: FrameSocket, open_folder: OpenFolder) -> None:
         self._frames = frames
-        self._read_blob = read_blob
+        self._open_folder = open_folder
+        self._reader = GraphReader()
         self._answers: dict[int, queue.SimpleQueue[bytes]] = {}
 
     def prepare(self, frame: Frame) -> bytes:
@@ -67,11 +69,11 @@ class PreparationService:
 
     def _run_task(self, request: link_pb2.PrepareRequest, ask: AskFrontEnd) -> bytes:
         limits = Limits.from_values(request.limits)
-        blobs = FrontEndBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
+        blobs = FrontEndBlobs(ask, self._open_folder(request.blob_folder))
         reply: Message
         match request.WhichOneof("task"):
             case "program":
-                reply, compiling = _prepare_program(request.program, limits, ask, blobs)
+                reply, compiling = _prepare_program(request.program, limits, ask, blobs, self._reader)
                 if compiling is not None:
                     compiling.blob_folder = request.blob_folder
                 prepared, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
@@ -80,7 +82,7 @@ class PreparationService:
                 plan = link_pb2.ProgramPlan.FromString(request.finish.plan)
                 reply = finish(plan, link_pb2.CompileReply.FromString(request.finish.reply), request.finish.device)
             case "variables":
-                reply = _list_variables(request.variables.spec, limits, blobs)
+                reply = _list_variables(request.variables.spec, limits, blobs, self._reader)
             case "rule":
                 reply = link_pb2.CheckedRule(definition=_check_rule(request.rule, limits))
             case "sample":
@@ -94,7 +96,9 @@ class PreparationService:
 _Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]
 
 
-def _prepare_program(task: link_pb2.ProgramTask, limits: Limits, ask: AskFrontEnd, blobs: FrontEndBlobs) -> _Answer:
+def _prepare_program(
+    task: link_pb2.ProgramTask, limits: Limits, ask: AskFrontEnd, blobs: FrontEndBlobs, reader: GraphReader
+) -> _Answer:
     spec = _parse(task.spec, program_pb2.ProgramSpec, limits)
     if task.may_be_known:
         digest = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
@@ -103,9 +107,10 @@ def _prepare_program(task: link_pb2.ProgramTask, limits: Limits, ask: AskFrontEn
     call = read_call_shape(task.call)
     rules = FrontEndRuleLookup(ask)
     if task.HasField("snapshot"):
-        prepared = prepare(spec, call, SnapshotRuleLookup(task.snapshot), limits, blobs, task.namespace)
+        snapshot = SnapshotRuleLookup(task.snapshot)
+        prepared = prepare(spec, call, snapshot, limits, blobs, task.namespace, reader, blobs.keep)
     else:
-        prepared = prepare(spec, call, rules, limits, blobs, task.namespace)
+        prepared = prepare(spec, call, rules, limits, blobs, task.namespace, reader, blobs.keep)
     reply = _prepared_message(prepared)
     reply.rule_names.extend(rules.used)
     if task.is_kept:
@@ -132,8 +137,8 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
     )
 
 
-def _list_variables(spec: bytes, limits: Limits, blobs: FrontEndBlobs) -> link_pb2.GraphVariables:
-    _, graph = load_graph(_parse(spec, program_pb2.ProgramSpec, limits), limits, blobs)
+def _list_variables(spec: bytes, limits: Limits, blobs: FrontEndBlobs, reader: GraphReader) -> link_pb2.GraphVariables:
+    graph = reader.load(_parse(spec, program_pb2.ProgramSpec, limits), limits, blobs).graph
     return link_pb2.GraphVariables(
         variables=[
             link_pb2.GraphVariable(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from gradrule_server.link.messages import CallShape
@@ -39,6 +40,26 @@ class SessionKey(NamedTuple):
 ProgramKey: TypeAlias = StoredKey | InlineKey | SessionKey
 
 
+@dataclass(slots=True)
+class _FileSizes:
+    """Counts the bytes of the files that programs hold, each once."""
+
+    holders: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+
+    def add(self, sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            self.bytes += 0 if self.holders[name] else size
+            self.holders[name] += 1
+
+    def remove(self, sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            self.holders[name] -= 1
+            if not self.holders[name]:
+                del self.holders[name]
+                self.bytes -= size
+
+
 class ProgramCache:
     """The programs that were used last by calls and sessions of one tenant."""
 
@@ -47,14 +68,15 @@ class ProgramCache:
         self._capacity_bytes = capacity_bytes
         self._programs: OrderedDict[ProgramKey, tuple[RunnableProgram, int]] = OrderedDict()
         self._bytes = 0
+        self._files = _FileSizes()
         self._revision = 0
         self.on_removed: Callable[[StoredKey], None] = lambda key: None
         """Called with the key of each stored program that was dropped."""
 
     @property
     def held_bytes(self) -> int:
-        """The approximate size of all programs, bytes."""
-        return self._bytes
+        """The approximate size of all programs with the values that they keep in files, bytes."""
+        return self._bytes + self._files.bytes
 
     def __len__(self) -> int:
         """Returns the number of programs."""
@@ -98,7 +120,10 @@ class ProgramCache:
         if not is_used:
             self._programs.move_to_end(key, last=False)
         self._bytes += size
-        while len(self._programs) > 1 and (len(self._programs) > self._capacity or self._bytes > self._capacity_bytes):
+        self._files.add(program.loadable.file_sizes)
+        while len(self._programs) > 1 and (
+            len(self._programs) > self._capacity or self.held_bytes > self._capacity_bytes
+        ):
             self._remove([next(iter(self._programs))])
 
     def drop_oldest(self) -> None:
@@ -115,8 +140,9 @@ class ProgramCache:
 
     def _remove(self, keys: list[ProgramKey]) -> None:
         for key in keys:
-            _, size = self._programs.pop(key)
+            program, size = self._programs.pop(key)
             self._bytes -= size
+            self._files.remove(program.loadable.file_sizes)
             if isinstance(key, StoredKey):
                 self.on_removed(key)
 

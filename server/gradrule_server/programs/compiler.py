@@ -226,6 +226,7 @@ class Compiler:
             prepared.derivative,
             self._blobs,
             self._owner,
+            answer.files,
         )
 
     async def _load(

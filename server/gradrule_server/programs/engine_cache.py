@@ -17,6 +17,7 @@ from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.recovery.endings import lost_before_start
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.kept_values import KeptFile
 
 # Programs are unloaded while the engine uses more than this share of its memory limit. The rest is for building.
 _MAX_SHARE = 0.75
@@ -52,6 +53,7 @@ class Loadable:
         derivative: The derivative that it computes.
         store: The blobs of the tenant; None: those of the server.
         owner: The tenant.
+        files: The files of values that the engine maps; they exist as long as a program refers to them.
     """
 
     key: str
@@ -62,6 +64,12 @@ class Loadable:
     derivative: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_UNSPECIFIED
     store: BlobStore | None = None
     owner: str = ""
+    files: tuple[KeptFile, ...] = ()
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """The bytes of each file."""
+        return {file.name: file.size for file in self.files}
 
     @property
     def workload(self) -> Workload:

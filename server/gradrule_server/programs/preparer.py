@@ -33,6 +33,7 @@ from gradrule_server.policy import Limits
 from gradrule_server.recovery.call_recovery import CallRecovery, ProcessWords
 from gradrule_server.recovery.crash_history import CrashHistory, Workload
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.kept_values import KeptFile, KeptValues
 from gradrule_server.registry.rule_entries import RuleEntry
 from gradrule_server.registry.rules import RuleRegistry
 
@@ -49,6 +50,8 @@ _MAX_ANSWER_BYTES = 4 << 20
 _MAX_QUESTION_BYTES = 1 << 20
 _MAX_TOTAL_BYTES = 64 << 20
 _MAX_EXPLAINED_NAMES = 20
+# A program has values of its graph and of variables; another worker may work on the task again.
+_MAX_FILES = 16
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _WORDS = ProcessWords("a process has that reads it", "process that read it")
@@ -103,10 +106,14 @@ class RegistryLookup:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A program that a worker has checked and expanded. `compile_request`: bytes of the `CompileRequest`."""
+    """A program that a worker has checked and expanded.
+
+    `compile_request`: bytes of the `CompileRequest`. `files`: files of values that it names.
+    """
 
     message: link_pb2.PreparedProgram
     compile_request: bytes
+    files: tuple[KeptFile, ...] = ()
 
 
 class Preparer:
@@ -120,6 +127,8 @@ class Preparer:
         self._crash_history = crash_history
         self._limits = limits.to_values()
         self._blobs = blobs
+        self._kept = KeptValues(blobs)
+        self._max_file_bytes = limits.graph_bytes
         self._owner = owner
 
     async def program(
@@ -150,7 +159,8 @@ class Preparer:
             may_be_known=is_known is not None,
             is_kept=is_kept,
         )
-        questions = _WorkerQuestions(self._blobs, None if isinstance(rules, bytes) else rules, is_known)
+        keeping = _Keeping(self._kept, self._max_file_bytes)
+        questions = _WorkerQuestions(self._blobs, None if isinstance(rules, bytes) else rules, is_known, keeping)
         request = link_pb2.PrepareRequest(program=task)
         read = functools.partial(_read_program, questions)
         return await self._run_task(request, _digest_of_graph(spec), questions, ends_at, read)
@@ -292,6 +302,7 @@ class _WorkerQuestions:
         blobs: The caller's blobs.
         rules: Finds rules by name; None: the task needs none.
         is_known: Returns whether a program with this digest of its spec is cached; None: the worker must not ask.
+        keeping: Keeps values; None: the task has none.
     """
 
     def __init__(
@@ -299,7 +310,9 @@ class _WorkerQuestions:
         blobs: BlobStore,
         rules: RegistryLookup | None = None,
         is_known: Callable[[bytes], bool] | None = None,
+        keeping: _Keeping | None = None,
     ) -> None:
+        self.keeping = keeping
         self._blobs = blobs
         self._rules = rules
         self._is_known = is_known
@@ -314,10 +327,11 @@ class _WorkerQuestions:
 
     def answer(self, work: EngineRequest, payload: bytes) -> None:
         """Answers a question. Raises `DecodeError` or `ValueError` for a question that no correct worker sends."""
-        self.bytes_left -= len(payload)
-        if len(payload) > _MAX_QUESTION_BYTES or self.bytes_left < 0:
+        question = link_pb2.Question.FromString(payload) if len(payload) <= _MAX_QUESTION_BYTES else None
+        # The file that it is for limits the bytes of a part.
+        self.bytes_left -= 0 if question is not None and question.HasField("part") else len(payload)
+        if question is None or self.bytes_left < 0:
             raise ValueError("the questions of a compile worker are too large")
-        question = link_pb2.Question.FromString(payload)
         task = asyncio.create_task(self._answer(work, question), name="answer-worker")
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
@@ -360,6 +374,10 @@ class _WorkerQuestions:
             case "spec_digest" if self._is_known is not None and len(question.spec_digest) == _DIGEST_BYTES:
                 self.has_reported_known = self._is_known(question.spec_digest)
                 return link_pb2.Answer(is_known=self.has_reported_known)
+            case "content" if self.keeping is not None:
+                return link_pb2.Answer(file=await asyncio.to_thread(self.keeping.open, question.content))
+            case "part" if self.keeping is not None:
+                return link_pb2.Answer(file=await asyncio.to_thread(self.keeping.write, question.part))
             case kind:
                 raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked an unexpected question: {kind}")
 
@@ -369,6 +387,41 @@ class _WorkerQuestions:
             self._blobs.unpin([name])
         else:
             self._pinned.add(name)
+
+
+class _Keeping:
+    """Keeps the values that a worker sends during one task. `max_bytes`: most bytes of a file."""
+
+    def __init__(self, kept: KeptValues, max_bytes: int) -> None:
+        self._kept = kept
+        self._max_bytes = max_bytes
+        self._incoming: tuple[str, KeptFile] | None = None
+        self.files: list[KeptFile] = []
+        """The files that the task has named."""
+
+    def open(self, content: link_pb2.Content) -> str:
+        """Returns the name of the file with a content; empty: `write` receives it. Raises QUOTA_EXCEEDED."""
+        file = self._kept.find(content.name)
+        if file is None:
+            if not 0 < content.size <= self._max_bytes or len(self.files) >= _MAX_FILES:
+                raise ValueError(f"a compile worker sends {content.size} bytes of values after {len(self.files)} files")
+            self._incoming = content.name, self._kept.create(content.size)
+            return ""
+        self.files.append(file)
+        return file.name
+
+    def write(self, part: bytes) -> str:
+        """Appends bytes; returns the name of the file once it is complete. Raises QUOTA_EXCEEDED."""
+        if self._incoming is None:
+            raise ValueError("a compile worker sends values without a name")
+        name, file = self._incoming
+        file.write(part)
+        if not file.is_complete:
+            return ""
+        self._incoming = None
+        self._kept.add(name, file)
+        self.files.append(file)
+        return file.name
 
 
 def _message(requested_name: str, entry: RuleEntry, *, is_complete: bool) -> rule_pb2.Rule:
@@ -389,7 +442,7 @@ def _read_program(questions: _WorkerQuestions, answer: bytes) -> Prepared:
     message = link_pb2.PreparedProgram.FromString(answer[_LENGTH.size : start])
     if message.nodes < 0 or (message.is_known and not questions.has_reported_known):
         raise DecodeError("it contradicts itself")
-    return Prepared(message, answer[start:])
+    return Prepared(message, answer[start:], tuple(questions.keeping.files) if questions.keeping is not None else ())
 
 
 def _read_variables(answer: bytes) -> list[link_pb2.GraphVariable]:

@@ -17,6 +17,9 @@ from gradrule_server.registry.data_folder import sync_to_disk
 UPLOADING = ".upload-"
 """Prefix of the names of incomplete files, which are removed at the next start."""
 
+KEPT = ".kept-"
+"""Prefix of the names of files that `kept_values` keeps, which are removed at the next start."""
+
 CACHE_SETTING = "--blob-cache-bytes"
 """The setting that limits the files of a cache; programs need none of them all the time."""
 
@@ -143,11 +146,11 @@ class BlobIndex:
         self.adjust(folder, -self.tenant(folder).files.pop(blob).disk_bytes, -1)
 
     def _scan_folder(self, folder: str) -> list[str]:
-        """Indexes the blobs in a folder, removes incomplete files, and returns the names of tenants' folders in it."""
+        """Indexes the blobs in a folder, removes temporary files, and returns the names of tenants' folders in it."""
         found, folders = [], []
         with os.scandir(self.folder / folder) as entries:
             for entry in entries:
-                if entry.name.startswith(UPLOADING):
+                if entry.name.startswith((UPLOADING, KEPT)):
                     os.unlink(entry.path)
                 elif BLOB_NAME.fullmatch(entry.name):
                     stat = entry.stat()

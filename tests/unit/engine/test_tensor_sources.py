@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, tensor_pb2
+from gradrule_server.engine.program import as_array
 from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.v1 import link_pb2
@@ -72,3 +74,60 @@ def test_blob_of_another_tenant_is_not_found(folder: Path, name: str) -> None:
         cache.tensors([variable], name)
     assert caught.value.reason == errors_pb2.ERROR_REASON_BLOB_NOT_FOUND
     assert len(held) == 1
+
+
+_VALUES = np.arange(1, 1001)
+_KEPT_DTYPES = (
+    *(tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128),
+    *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64),
+)
+
+
+def _kept(dtype: tf.DType, offset: int, *sizes: int) -> link_pb2.BoundVariable:
+    shape = tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=size) for size in sizes])
+    spec = tensor_pb2.TensorSpec(name="c", dtype=dtype.as_datatype_enum, shape=shape)
+    return link_pb2.BoundVariable(
+        spec=spec, kept=link_pb2.KeptValue(file=".kept-7", offset=offset, sha256=f"{dtype.name} {offset}")
+    )
+
+
+@pytest.mark.parametrize("dtype", _KEPT_DTYPES, ids=lambda dtype: dtype.name)
+def test_kept_values_are_those_of_the_file(folder: Path, dtype: tf.DType) -> None:
+    values = _VALUES.astype(dtype.as_numpy_dtype)
+    (folder / ".kept-7").write_bytes(bytes(64) + values.tobytes())
+    cache = VariableCache(BlobReader(folder))
+    [tensor] = cache.tensors([_kept(dtype, 64, 10, 100)])
+    assert tensor.dtype == dtype
+    # Programs go on after the file is removed.
+    (folder / ".kept-7").unlink()
+    np.testing.assert_array_equal(tensor.numpy(), values.reshape(10, 100))
+
+
+@pytest.mark.parametrize("size", [(), (1,), (1000,)], ids=str)
+def test_values_of_a_blob_have_any_rank(folder: Path, size: tuple[int, ...]) -> None:
+    value = np.ones(size, np.float32)
+    digest = hashlib.sha256(value.tobytes()).hexdigest()
+    (folder / digest).write_bytes(value.tobytes())
+    shape = tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=item) for item in size])
+    source = tensor_pb2.BlobTensor(sha256=digest, dtype=tensor_pb2.DT_FLOAT, shape=shape)
+    [tensor] = VariableCache(BlobReader(folder)).tensors([_variable(tensor_pb2.TensorSource(blob=source))])
+    np.testing.assert_array_equal(tensor.numpy(), value)
+
+
+def test_kept_values_are_mapped_once_and_not_copied(folder: Path) -> None:
+    (folder / ".kept-7").write_bytes(_VALUES.astype(np.float32).tobytes() * 32)
+    cache = VariableCache(BlobReader(folder))
+    first, second = cache.tensors([_kept(tf.float32, 0, 1000), _kept(tf.float32, 64000, 1000)])
+    addresses = [as_array(tensor).ctypes.data for tensor in (first, second)]
+    assert addresses[1] - addresses[0] == 64000
+    assert Path("/proc/self/maps").read_text().count(str(folder / ".kept-7")) == 1
+    del first, second
+    assert str(folder / ".kept-7") not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("name", ["../.kept-7", ".kept-", "kept", "a" * 64])
+def test_other_files_are_no_kept_values(folder: Path, name: str) -> None:
+    variable = _kept(tf.float32, 0, 1)
+    variable.kept.file = name
+    with pytest.raises(GradruleError, match="no file of kept values"):
+        VariableCache(BlobReader(folder)).tensors([variable])

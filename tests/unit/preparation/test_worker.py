@@ -22,6 +22,19 @@ _LENGTH = struct.Struct("<Q")
 _HASH = "ab" * 32
 
 
+class Files:
+    """Files of blobs, by name."""
+
+    def __init__(self, found: dict[str, bytes] | None = None) -> None:
+        self._found = found or {}
+
+    def read(self, name: str) -> bytes:
+        return self._found[name]
+
+    def map_kept(self, name: str) -> memoryview:
+        return memoryview(self._found[name])
+
+
 class Frames(FrameSocket):
     """Answers each question immediately; `asked` holds all questions."""
 
@@ -65,7 +78,7 @@ def answer(question: link_pb2.Question) -> link_pb2.Answer:
 def worked(request: link_pb2.PrepareRequest) -> tuple[bytes, Frames]:
     request.limits.update(Limits().to_values())
     frames = Frames(answer)
-    frames.service = PreparationService(frames, lambda folder, name: b"")
+    frames.service = PreparationService(frames, lambda folder: Files())
     return frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString())), frames
 
 
@@ -130,7 +143,7 @@ def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
 def test_a_program_that_is_known_is_not_prepared() -> None:
     task = link_pb2.ProgramTask(spec=spec("Mine").SerializeToString(), may_be_known=True)
     frames = Frames(lambda question: link_pb2.Answer(is_known=True))
-    frames.service = PreparationService(frames, lambda folder, name: b"")
+    frames.service = PreparationService(frames, lambda folder: Files())
     request = link_pb2.PrepareRequest(program=task, limits=Limits().to_values())
     answer = frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString()))
     assert link_pb2.PreparedProgram.FromString(answer[_LENGTH.size :]).is_known
@@ -153,11 +166,12 @@ def test_a_blob_is_read_once_the_front_end_has_checked_it() -> None:
         events.append(f"checked {question.blob}")
         return link_pb2.Answer()
 
-    def read(name: str) -> bytes:
-        events.append(f"read {name}")
-        return b"bytes"
+    class Recording(Files):
+        def read(self, name: str) -> bytes:
+            events.append(f"read {name}")
+            return b"bytes"
 
-    assert FrontEndBlobs(ask, read).read(_HASH) == b"bytes"
+    assert FrontEndBlobs(ask, Recording()).read(_HASH) == b"bytes"
     assert events == [f"checked {_HASH}", f"read {_HASH}"]
 
 
@@ -225,7 +239,7 @@ def test_sizes_of_many_blobs_are_requested_in_batches() -> None:
         return link_pb2.Answer(sizes=[7] * asked[-1])
 
     names = [f"{number:064x}" for number in range(1200)]
-    blobs = FrontEndBlobs(ask, lambda name: b"")
+    blobs = FrontEndBlobs(ask, Files())
     assert blobs.missing(names) == []
     assert blobs.size(names[-1]) == 7
     assert asked == [500, 500, 200]

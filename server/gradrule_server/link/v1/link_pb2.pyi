@@ -241,12 +241,13 @@ global___MadeNode = MadeNode
 
 @typing.final
 class BoundVariable(google.protobuf.message.Message):
-    """A variable whose value is part of the program."""
+    """A variable or a large constant, whose value is part of the program."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     @property
     def spec(self) -> gradrule.v1.tensor_pb2.TensorSpec:
         """Tensor in the expanded graph, with the name that calls use."""
@@ -255,16 +256,47 @@ class BoundVariable(google.protobuf.message.Message):
     def value(self) -> gradrule.v1.tensor_pb2.TensorSource:
         """Value. A blob is in the folder that the request names."""
 
+    @property
+    def kept(self) -> global___KeptValue:
+        """Place of the value; `value` is not set then."""
+
     def __init__(
         self,
         *,
         spec: gradrule.v1.tensor_pb2.TensorSpec | None = ...,
         value: gradrule.v1.tensor_pb2.TensorSource | None = ...,
+        kept: global___KeptValue | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["spec", b"spec", "value", b"value"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["spec", b"spec", "value", b"value"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kept", b"kept", "spec", b"spec", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["kept", b"kept", "spec", b"spec", "value", b"value"]) -> None: ...
 
 global___BoundVariable = BoundVariable
+
+@typing.final
+class KeptValue(google.protobuf.message.Message):
+    """Bytes of a tensor in a file that the front end keeps for programs: its elements in row-major order, little-endian."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    SHA256_FIELD_NUMBER: builtins.int
+    file: builtins.str
+    """Name of the file in the folder of the caller's blobs."""
+    offset: builtins.int
+    """Offset of the first byte."""
+    sha256: builtins.str
+    """SHA-256 of the bytes, hex."""
+    def __init__(
+        self,
+        *,
+        file: builtins.str = ...,
+        offset: builtins.int = ...,
+        sha256: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "offset", b"offset", "sha256", b"sha256"]) -> None: ...
+
+global___KeptValue = KeptValue
 
 @typing.final
 class CompileRequest(google.protobuf.message.Message):
@@ -421,7 +453,7 @@ class CompileRequest(google.protobuf.message.Message):
 
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BoundVariable]:
-        """Variables with values. Calls may feed other values."""
+        """Variables with values, for which calls may feed other values, and then large constants of the graph."""
 
     @property
     def updates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Endpoint]:
@@ -2122,12 +2154,16 @@ class Question(google.protobuf.message.Message):
     BLOB_SIZES_FIELD_NUMBER: builtins.int
     BLOB_FIELD_NUMBER: builtins.int
     SPEC_DIGEST_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
     unknown_rule: builtins.str
     """Why no rule has this name → Answer.fault, with similar names."""
     blob: builtins.str
     """Verifies the hash of this blob, and protects the blob from removal until the task ends."""
     spec_digest: builtins.bytes
     """Whether the front end knows a program with this digest → Answer.is_known."""
+    part: builtins.bytes
+    """The next bytes of the content that it does not keep → Answer.file once they are complete."""
     @property
     def rules(self) -> global___Names:
         """Which rules have these names → Answer.rules, without names that no rule has."""
@@ -2135,6 +2171,10 @@ class Question(google.protobuf.message.Message):
     @property
     def blob_sizes(self) -> global___Names:
         """Which sizes these blobs have → Answer.sizes."""
+
+    @property
+    def content(self) -> global___Content:
+        """Where the front end keeps these bytes → Answer.file, empty: it does not, and the next questions are `part`."""
 
     def __init__(
         self,
@@ -2144,12 +2184,36 @@ class Question(google.protobuf.message.Message):
         blob_sizes: global___Names | None = ...,
         blob: builtins.str = ...,
         spec_digest: builtins.bytes = ...,
+        content: global___Content | None = ...,
+        part: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "question", b"question", "rules", b"rules", "spec_digest", b"spec_digest", "unknown_rule", b"unknown_rule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "question", b"question", "rules", b"rules", "spec_digest", b"spec_digest", "unknown_rule", b"unknown_rule"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["question", b"question"]) -> typing.Literal["rules", "unknown_rule", "blob_sizes", "blob", "spec_digest"] | None: ...
+    def HasField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "content", b"content", "part", b"part", "question", b"question", "rules", b"rules", "spec_digest", b"spec_digest", "unknown_rule", b"unknown_rule"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "content", b"content", "part", b"part", "question", b"question", "rules", b"rules", "spec_digest", b"spec_digest", "unknown_rule", b"unknown_rule"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["question", b"question"]) -> typing.Literal["rules", "unknown_rule", "blob_sizes", "blob", "spec_digest", "content", "part"] | None: ...
 
 global___Question = Question
+
+@typing.final
+class Content(google.protobuf.message.Message):
+    """Bytes that the front end keeps in a file for the task and for the programs that the task prepares."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the bytes; different bytes of one tenant have different names."""
+    size: builtins.int
+    """Their number."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "size", b"size"]) -> None: ...
+
+global___Content = Content
 
 @typing.final
 class Names(google.protobuf.message.Message):
@@ -2181,8 +2245,11 @@ class Answer(google.protobuf.message.Message):
     RULES_FIELD_NUMBER: builtins.int
     SIZES_FIELD_NUMBER: builtins.int
     IS_KNOWN_FIELD_NUMBER: builtins.int
+    FILE_FIELD_NUMBER: builtins.int
     is_known: builtins.bool
     """Whether the front end knows the program."""
+    file: builtins.str
+    """Name of the file with the content."""
     @property
     def fault(self) -> global___Fault:
         """Error in place of the answer. Not set: no error."""
@@ -2204,9 +2271,10 @@ class Answer(google.protobuf.message.Message):
         rules: collections.abc.Iterable[gradrule.v1.rule_pb2.Rule] | None = ...,
         sizes: collections.abc.Iterable[builtins.int] | None = ...,
         is_known: builtins.bool = ...,
+        file: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fault", b"fault", "is_known", b"is_known", "rules", b"rules", "sizes", b"sizes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fault", b"fault", "file", b"file", "is_known", b"is_known", "rules", b"rules", "sizes", b"sizes"]) -> None: ...
 
 global___Answer = Answer
 
