@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from io import FileIO
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 from gradrule_server.registry.blob_index import KEPT
@@ -39,7 +41,7 @@ class KeptFile:
         with blobs.disk_full_as_quota():
             # Do not buffer: after an error of a full disk, closing would write the buffer again.
             self._file = path.open("xb", buffering=0)
-        weakref.finalize(self, path.unlink, missing_ok=True)
+        weakref.finalize(self, _remove, self._file, path)
 
     @property
     def is_complete(self) -> bool:
@@ -57,6 +59,11 @@ class KeptFile:
                 rest = rest[self._file.write(rest) :]
         if self.is_complete:
             self._file.close()
+
+
+def _remove(file: FileIO, path: Path) -> None:
+    file.close()
+    path.unlink(missing_ok=True)
 
 
 class KeptValues:

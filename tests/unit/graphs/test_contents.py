@@ -250,5 +250,5 @@ def test_expansions_of_one_graph_do_not_change_it() -> None:
         {"fetches": [], "ys": ["two"], "xs": ["one"], "stop_gradients": ["scaled"]},
     ]
     for index in _RANDOM.permutation(10):
-        request = graphs.ExpandRequest(**wanted[index % len(wanted)])  # type: ignore[arg-type]
+        request = graphs.ExpandRequest(**wanted[index % len(wanted)])
         assert graphs.expand(shared, request) == graphs.expand(graphs.ReadGraph(*_move(graphs.parse(data))), request)

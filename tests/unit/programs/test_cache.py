@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,18 @@ def test_bytes_are_limited_but_the_last_program_stays() -> None:
     assert cache.held_bytes == 5000
     cache.put(large, runnable(10))
     assert cache.held_bytes == 10
+
+
+def test_a_file_that_programs_share_counts_once() -> None:
+    file: Any = SimpleNamespace(name=".kept-1", size=800)
+    cache = ProgramCache(100, 1000)
+    for index in range(5):
+        compiled: Any = SimpleNamespace(program=b"", tail=b"")
+        cache.put(StoredKey(str(index), _CALL), RunnableProgram(compiled, Loadable("key", b"g" * 10, files=(file,))))
+    assert cache.held_bytes == 850
+    cache.put(StoredKey("other", _CALL), runnable(300))
+    # All of them have to go before the file does.
+    assert cache.held_bytes == 300
 
 
 def test_bytes_of_the_description_count() -> None:

@@ -265,3 +265,48 @@ def test_an_answer_holds_definitions_of_a_few_mebibytes(tmp_path: Path) -> None:
     assert asked == 2
     snapshot = rule_pb2.ListRulesResponse.FromString(lookup.snapshot([names[0]] * 1000))
     assert len(snapshot.rules) == 1
+
+
+async def test_values_that_a_worker_sends_are_kept_once(tmp_path: Path) -> None:
+    """The second task finds them; both programs refer to one file, which ends with them."""
+    worker, files = Attached(), []
+    asked: Any = worker
+    task = preparer(tmp_path, asked)
+    for number in range(2):
+        worker.engine = FakeEngine()
+        preparing = asyncio.create_task(task.program(_SPEC, CallShape(), b"", 0.0))
+        await worker.engine.next(Kind.PREPARE)
+        content = link_pb2.Question(content=link_pb2.Content(name="some", size=5))
+        told = await worker.ask(content.SerializeToString(), 1)
+        assert bool(told.file) == bool(number)
+        if not told.file:
+            assert not (await worker.ask(link_pb2.Question(part=b"abc").SerializeToString(), 2)).file
+            told = await worker.ask(link_pb2.Question(part=b"de").SerializeToString(), 3)
+        worker.send(Kind.PREPARED, prepared(link_pb2.PreparedProgram()))
+        [file] = (await preparing).files
+        assert file.name == told.file
+        files.append(file)
+    assert files[0] is files[1]
+    assert (tmp_path / files[0].name).read_bytes() == b"abcde"
+
+
+@pytest.mark.parametrize(
+    "questions",
+    [
+        [link_pb2.Question(part=b"abc")],
+        [link_pb2.Question(content=link_pb2.Content(name="some", size=0))],
+        [link_pb2.Question(content=link_pb2.Content(name="some", size=Limits().graph_bytes + 1))],
+        [link_pb2.Question(content=link_pb2.Content(name="some", size=2)), link_pb2.Question(part=b"abc")],
+    ],
+)
+async def test_values_that_no_worker_sends_are_refused(tmp_path: Path, questions: list[link_pb2.Question]) -> None:
+    worker = Attached()
+    asked: Any = worker
+    preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
+    await worker.engine.next(Kind.PREPARE)
+    answers = [
+        await worker.ask(question.SerializeToString(), number) for number, question in enumerate(questions, start=1)
+    ]
+    assert [answer.HasField("fault") for answer in answers] == [False] * (len(questions) - 1) + [True]
+    preparing.cancel()
+    await asyncio.wait([preparing])
