@@ -105,13 +105,17 @@ def _chain(nodes: int) -> gr.Graph:
     return gr.Graph.from_bytes(build_graph_def(build).SerializeToString())
 
 
+def _weight_values(mib: int, seed: int) -> Any:
+    return np.random.default_rng(seed).normal(size=(64, mib * (1 << 20) // 4 // 64)).astype(np.float32)
+
+
 def _weights(mib: int, seed: int = 0) -> gr.Graph:
     """Returns a graph with a constant of this size: y = sum(relu(x @ w))."""
     columns = mib * (1 << 20) // 4 // 64
 
     def build() -> None:
         x = placeholder("x", tf.float32, (None, 64))
-        weights = tf.constant(np.random.default_rng(seed).normal(size=(64, columns)).astype(np.float32))
+        weights = tf.constant(_weight_values(mib, seed))
         tf.identity(tf.reduce_sum(tf.nn.relu(x @ weights), 1), name="y")
 
     return gr.Graph.from_bytes(build_graph_def(build).SerializeToString())

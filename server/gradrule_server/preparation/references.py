@@ -296,9 +296,8 @@ class GraphReader:
         with self._lock:
             found = self._known.pop((digest, limits), None)
         if found is None:
-            if source == "blob_sha256":
-                data = store.read(digest)
-            found = self._read(data, digest, limits)
+            # A blob is passed on without a reference here, so that its bytes are freed once they are parsed.
+            found = self._read(store.read(digest) if source == "blob_sha256" else data, digest, limits)
         with self._lock:
             self._known[digest, limits] = found
             self._drop_surplus()
@@ -306,6 +305,7 @@ class GraphReader:
 
     def _read(self, data: bytes, digest: str, limits: Limits) -> LoadedGraph:
         graph, contents = graphs.parse(data, limits), graphs.Contents()
+        del data
         likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
         if self._moves_constants:
             graph = graphs.move_constants(graph, limits, contents)

@@ -50,8 +50,8 @@ _MAX_ANSWER_BYTES = 4 << 20
 _MAX_QUESTION_BYTES = 1 << 20
 _MAX_TOTAL_BYTES = 64 << 20
 _MAX_EXPLAINED_NAMES = 20
-# A program has values of its graph and of variables; another worker may work on the task again.
-_MAX_FILES = 16
+# A program has values of its graph and of variables.
+_MAX_FILES = 2
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _WORDS = ProcessWords("a process has that reads it", "process that read it")
@@ -396,18 +396,24 @@ class _Keeping:
         self._kept = kept
         self._max_bytes = max_bytes
         self._incoming: tuple[str, KeptFile] | None = None
-        self.files: list[KeptFile] = []
+        self._files: dict[str, KeptFile] = {}
+
+    @property
+    def files(self) -> tuple[KeptFile, ...]:
         """The files that the task has named."""
+        return tuple(self._files.values())
 
     def open(self, content: link_pb2.Content) -> str:
         """Returns the name of the file with a content; empty: `write` receives it. Raises QUOTA_EXCEEDED."""
         file = self._kept.find(content.name)
         if file is None:
-            if not 0 < content.size <= self._max_bytes or len(self.files) >= _MAX_FILES:
-                raise ValueError(f"a compile worker sends {content.size} bytes of values after {len(self.files)} files")
+            if not 0 < content.size <= self._max_bytes or len(self._files) >= _MAX_FILES:
+                raise ValueError(
+                    f"a compile worker sends {content.size} bytes of values, {len(self._files)} files before"
+                )
             self._incoming = content.name, self._kept.create(content.size)
             return ""
-        self.files.append(file)
+        self._files[content.name] = file
         return file.name
 
     def write(self, part: bytes) -> str:
@@ -420,7 +426,7 @@ class _Keeping:
             return ""
         self._incoming = None
         self._kept.add(name, file)
-        self.files.append(file)
+        self._files[name] = file
         return file.name
 
 
@@ -442,7 +448,7 @@ def _read_program(questions: _WorkerQuestions, answer: bytes) -> Prepared:
     message = link_pb2.PreparedProgram.FromString(answer[_LENGTH.size : start])
     if message.nodes < 0 or (message.is_known and not questions.has_reported_known):
         raise DecodeError("it contradicts itself")
-    return Prepared(message, answer[start:], tuple(questions.keeping.files) if questions.keeping is not None else ())
+    return Prepared(message, answer[start:], () if questions.keeping is None else questions.keeping.files)
 
 
 def _read_variables(answer: bytes) -> list[link_pb2.GraphVariable]:
