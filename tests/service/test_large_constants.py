@@ -176,7 +176,7 @@ _MANY_BYTES = 160 << 20
 
 
 def test_an_engine_holds_each_constant_once(own_server: RunningServer) -> None:
-    """Four maps of one network whose ops take little memory besides its constants."""
+    """Four maps of one network, whose ops take little memory: one copy for each would be more than four times it."""
     columns = 4096
     layers = [np.full((_MANY_BYTES // 4 // columns // 4, columns), 1e-4, np.float32) for _ in range(4)]
     for number, layer in enumerate(layers):
@@ -200,6 +200,8 @@ def test_an_engine_holds_each_constant_once(own_server: RunningServer) -> None:
             r = client.evaluate(large, feeds, ys="y", xs="x", overrides={"Relu": gr.Rule(f"{number + 1.0} * dy")})
             assert_close(dense(r.gradients["x"])[:2], (number + 1.0) * np.float32([6.0, 4e-4]))
         assert engines(own_server.process.pid) == [pid]
-        assert resident_bytes(pid) - before < 1.3 * _MANY_BYTES
+        assert Path(f"/proc/{pid}/maps").read_text().count("/.kept-") == 1
+        # When a session starts, TensorFlow's graph optimizer allocates a tensor for each input, which malloc keeps.
+        assert resident_bytes(pid) - before < 2.5 * _MANY_BYTES
         [file] = _kept(own_server.data_dir)
         assert file.stat().st_size == _MANY_BYTES
