@@ -28,6 +28,7 @@ from tests.benchmarks import (  # noqa: E402
     copies,
     instructions,
     profiling,
+    rows_maps,
     rows_peers,
     rows_programs,
     rows_scale,
@@ -55,6 +56,12 @@ GROUPS: dict[str, Callable[[Bench], Sequence[Line]]] = {
     "sessions": rows_sessions.sessions,
     "memory": rows_programs.memory,
     "scale": rows_scale.scale,
+    "maps/resnet50": rows_maps.network("resnet50", is_frozen=False),
+    "maps/resnet50-frozen": rows_maps.network("resnet50", is_frozen=True),
+    "maps/transformer": rows_maps.network("transformer", is_frozen=False),
+    "maps/transformer-frozen": rows_maps.network("transformer", is_frozen=True),
+    "maps/many-maps": rows_maps.many_maps,
+    "maps/many-programs": rows_maps.many_programs,
     "start": rows_server.start,
     "supervision": rows_server.supervision,
     "fairness": rows_server.fairness,
@@ -64,10 +71,21 @@ GROUPS: dict[str, Callable[[Bench], Sequence[Line]]] = {
     "copies": copies.copies,
     "instructions": instructions.instructions,
 }
-ON_REQUEST = ("instructions",)
+ON_REQUEST = ("instructions", *(name for name in GROUPS if name.startswith("maps/")))
 """Groups that run only where they are named: they take many minutes."""
 
-QUICK = replace(DEFAULT, rounds=3, tiny_calls=60, rate_calls=400, large_calls=2, examples=300, budget_s=5.0)
+QUICK = replace(
+    DEFAULT,
+    rounds=3,
+    tiny_calls=60,
+    rate_calls=400,
+    large_calls=2,
+    examples=300,
+    map_rounds=1,
+    maps=20,
+    map_programs=60,
+    budget_s=5.0,
+)
 
 
 def measure(groups: Sequence[str], counts: Counts, device: str = "cpu", *, is_full: bool = False) -> list[Line]:
@@ -140,12 +158,20 @@ def summary(lines: Sequence[Line], seconds: float) -> dict[str, Any]:
 
 
 def chosen(text: str) -> list[str]:
-    """Returns the groups of a comma-separated list, in the order of the table; all for an empty one."""
-    wanted = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = sorted(set(wanted) - set(GROUPS))
+    """Returns the groups of a comma-separated list, in the order of the table; all for an empty one.
+
+    The part of a name before a slash chooses all groups that begin with it.
+    """
+    named = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = sorted({name for name in named if name not in GROUPS and not _parts(name)})
     if unknown:
         raise argparse.ArgumentTypeError(f"there are no rows {', '.join(unknown)}; there are {', '.join(GROUPS)}")
+    wanted = {part for name in named for part in (name, *_parts(name))}
     return [name for name in GROUPS if (name in wanted if wanted else name not in ON_REQUEST)]
+
+
+def _parts(name: str) -> list[str]:
+    return [group for group in GROUPS if group.startswith(f"{name}/")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

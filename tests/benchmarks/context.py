@@ -51,6 +51,9 @@ class Counts:
     batched_network: tuple[int, int, int]
     fairness_s: float
     starts: int
+    map_rounds: int
+    maps: int
+    map_programs: int
     profile_calls: int
     profile_s: float
     budget_s: float
@@ -75,6 +78,9 @@ DEFAULT = Counts(
     batched_network=(128, 100, 2048),
     fairness_s=10.0,
     starts=2,
+    map_rounds=3,
+    maps=200,
+    map_programs=300,
     profile_calls=300,
     profile_s=4.0,
     budget_s=20.0,
