@@ -55,7 +55,7 @@ _SELECTIONS: dict[str, Sequence[tuple[dict[str, Any], Sequence[str]]]] = {
         ({"op_type": "Relu", "position": "nearest_xs"}, _UNARY),
         ({"op_type": "AddV2", "node": "**_add*/Add"}, _ANY),
         ({"node": "**conv3_**/Relu"}, _UNARY),
-        ({"op_type": "MaxPool"}, _UNARY[1:4]),
+        ({"op_type": "MaxPool"}, _ANY),
         ({"op_type": "Relu", "position": "nearest_ys"}, _UNARY),
     ),
     "transformer": (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -77,7 +78,8 @@ def _network(bench: Bench, *, name: str, is_frozen: bool) -> list[Line]:
         )
     middle = Samples(tuple(statistics.median(cost.server for cost in costs[1:]) for costs in ours))
     rows.append(Row("maps", f"median of maps 2 to 10: {title}", _LOCAL, "s", middle, Samples(tuple(theirs)), _BAR))
-    grown = Samples(tuple((costs[-1].memory - costs[1].memory) / (len(costs) - 2) for costs in ours))
+    # The median of the steps: an engine that is replaced on the way must not hide what a map takes.
+    grown = Samples(tuple(_growth([cost.memory for cost in costs[1:]]) for costs in ours))
     first = Samples(tuple(max(costs[0].memory, 0.1) for costs in ours))
     rows.append(
         Row(
@@ -92,6 +94,11 @@ def _network(bench: Bench, *, name: str, is_frozen: bool) -> list[Line]:
     )
     cells = [_cells(number, cost) for number, cost in enumerate(ours[0], 1)]
     return [*rows, Table("maps", f"new maps: {title}", _COLUMNS, cells)]
+
+
+def _growth(memory: Sequence[float]) -> float:
+    """Returns the median of the steps between consecutive values."""
+    return statistics.median(after - before for before, after in itertools.pairwise(memory))
 
 
 _NOTE = "the gradient of the input; processor time of all processes of the server, the client's is in the table below"

@@ -19,7 +19,7 @@ from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
 from gradrule_server.preparation.prepare import Prepared, prepare
 from gradrule_server.preparation.references import ResolvedRule
-from tests.service.map_sequences import Map
+from tests.service.map_sequences import Map, same_bits
 from tests.stores import no_blobs
 from tests.unit.engine.building import NAMESPACES, Builtins
 
@@ -61,18 +61,6 @@ class Outcome:
             if not same_bits(one, two):
                 found.append(f"result {index}: {one} and {two}")
         return found
-
-
-def same_bits(one: Any, two: Any) -> bool:
-    """Returns whether two arrays have the same type, shape and bits; any NaN equals any other."""
-    one, two = np.asarray(one), np.asarray(two)
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return False
-    if one.tobytes() == two.tobytes():
-        return True
-    # Kernels may give NaNs of another sign or payload.
-    both = np.logical_and(one != one, two != two)
-    return np.where(both, 0, one).tobytes() == np.where(both, 0, two).tobytes()
 
 
 def prepared_map(graph: gr.Graph, item: Map) -> Prepared:
