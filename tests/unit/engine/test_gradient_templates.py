@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule._messages.call_arguments import ProgramArguments
+from gradrule_server.engine.process import configure_optimizer
 from tests.samples import size
 from tests.service.graph_defs import build_graph, build_graph_def, load_graph
 from tests.service.map_sequences import Map, sequence
@@ -30,6 +31,16 @@ def _templates() -> Any:
 
 
 TEMPLATES = _templates()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimizer_of_engines() -> Iterator[None]:
+    """Configures TensorFlow's optimizer as in engines: others of its passes change numbers by the names of nodes."""
+    before = tf.config.optimizer.get_experimental_options()
+    configure_optimizer()
+    changed = tf.config.optimizer.get_experimental_options()
+    yield
+    tf.config.optimizer.set_experimental_options({name: before.get(name, True) for name in changed})
 
 
 @contextlib.contextmanager
