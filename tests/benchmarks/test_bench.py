@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import os
@@ -14,7 +15,18 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import bench, guard, profiling, rows_peers, rows_server, rows_sessions, rows_tiny, work
+from tests.benchmarks import (
+    bench,
+    guard,
+    maps_work,
+    profiling,
+    rows_maps,
+    rows_peers,
+    rows_server,
+    rows_sessions,
+    rows_tiny,
+    work,
+)
 from tests.benchmarks.context import DEFAULT, PEERS, PEERS_PYTHON, Bench
 from tests.benchmarks.measure import Failed, Row, Samples, Skipped, Table, in_turns
 from tests.benchmarks.peers import PeerFailed
@@ -39,6 +51,9 @@ SMALL = replace(
     batched_network=(4, 3, 8),
     fairness_s=1.0,
     starts=1,
+    map_rounds=1,
+    maps=2,
+    map_programs=6,
     profile_calls=4,
     profile_s=0.1,
     budget_s=60.0,
@@ -124,8 +139,30 @@ def test_a_group_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyP
 def test_rows_are_chosen_by_group() -> None:
     assert bench.chosen("large,tiny") == ["tiny", "large"]
     assert set(bench.chosen("")) == set(bench.GROUPS) - set(bench.ON_REQUEST)
+    assert bench.chosen("maps") == [name for name in bench.GROUPS if name.startswith("maps/")]
+    assert bench.chosen("maps/resnet50") == ["maps/resnet50"]
     with pytest.raises(argparse.ArgumentTypeError, match="there are no rows smal; there are tiny"):
         bench.chosen("smal")
+
+
+@pytest.mark.parametrize("name", maps_work.NETWORKS)
+def test_the_maps_of_a_network_differ(name: str) -> None:
+    made = [
+        b"".join(override.message().SerializeToString(deterministic=True) for override in overrides)
+        for overrides in itertools.islice(maps_work.maps(name), DEFAULT.maps)
+    ]
+    assert len(set(made)) == DEFAULT.maps
+
+
+def test_new_programs_are_counted() -> None:
+    with Bench(SMALL) as own:
+        growth, front_end, refused = rows_maps.many_programs(own)
+    assert isinstance(growth, Row)
+    assert isinstance(front_end, Row)
+    assert isinstance(refused, Row)
+    assert growth.theirs.median > 10
+    assert front_end.ours.median > 0
+    assert (refused.ours.median, refused.theirs.median) == (0, SMALL.map_programs)
 
 
 def test_the_page_names_each_group() -> None:
