@@ -35,6 +35,7 @@ PARTS = {
     "front end: check and expand": ["front: check and expand"],
     "engine: build forward and gradient": ["engine: build"],
     "compile (both)": ["front: check and expand", "engine: build"],
+    "engine: build another map on the graph": ["engine: build of another map"],
     "engine: first run": ["engine: first run"],
     "all up to the first result": ["front: check and expand", "engine: build", "engine: first run"],
     "engine: second run": ["engine: second run"],

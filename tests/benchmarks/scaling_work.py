@@ -1,7 +1,7 @@
 """Graphs of a given number of nodes, and one stage of their way, measured in a process of its own.
 
 Run as a module: `python -m tests.benchmarks.scaling_work STAGE KIND NODES FOLDER`; prints one JSON object. Stages:
-`front` (parse, check, expand; leaves the engine's request in the folder), `engine` (build it, run it), `tensorflow`
+`front` (parse, check, expand; leaves requests for the engine in the folder), `engine` (build, run, build another map), `tensorflow`
 (the same graph with tf.gradients, without gradrule), `resnet50` (the same of a ResNet50; kind, nodes and folder do not
 matter).
 """
@@ -23,7 +23,7 @@ import numpy as np
 import gradrule as gr
 
 KINDS = ("mlp", "functions")
-RULE = "where(abs(x) <= 1, dy, 0)"
+RULE, OTHER_RULE = "where(abs(x) <= 1, dy, 0)", "where(abs(x) <= 2, 2 * dy, 0)"
 WIDTH = 4
 # A layer: weights, product, bias, sum, activation.
 _LAYER = 5
@@ -122,7 +122,12 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
             lambda: found.append(prepare(spec, CallShape(), lookup, graphs.Limits(), store))
         ),
     }
-    (folder / "request").write_bytes(found[0].request.SerializeToString())
+    # Another map on the same graph: a rule for other nodes, and another formula for the same ones.
+    spec.overrides[0].definition.expression = OTHER_RULE
+    spec.overrides.add(definition={"expression": RULE}).selector.op_type = "Tanh"
+    found.append(prepare(spec, CallShape(), lookup, graphs.Limits(), store, "other"))
+    for name, made in (("request", found[0]), ("other request", found[-1])):
+        (folder / name).write_bytes(made.request.SerializeToString())
     return result
 
 
@@ -137,11 +142,14 @@ def engine(folder: Path) -> dict[str, dict[str, float]]:
     from gradrule_server.link.v1 import link_pb2
 
     configure_optimizer()
-    request = link_pb2.CompileRequest.FromString((folder / "request").read_bytes())
+    request, other = (
+        link_pb2.CompileRequest.FromString((folder / name).read_bytes()) for name in ("request", "other request")
+    )
     x = np.ones([1, WIDTH], np.float32)
     built: list[Any] = []
     result = {"build": measured(lambda: built.append(build(request)))}
-    return result | _runs(lambda: built[0].call([x]))
+    result |= _runs(lambda: built[0].call([x]))
+    return result | {"build of another map": measured(lambda: built.append(build(other)))}
 
 
 def tensorflow(serialized: bytes) -> dict[str, dict[str, float]]:
