@@ -1,9 +1,9 @@
 """Graphs of a given number of nodes, and one stage of their way, measured in a process of its own.
 
 Run as a module: `python -m tests.benchmarks.scaling_work STAGE KIND NODES FOLDER`; prints one JSON object. Stages:
-`front` (parse, check, expand; leaves requests for the engine in the folder), `engine` (build, run, build another map), `tensorflow`
-(the same graph with tf.gradients, without gradrule), `resnet50` (the same of a ResNet50; kind, nodes and folder do not
-matter).
+`front` (parse, check, expand; leaves requests for the engine in the folder), `engine` (build, run, build another map),
+`tensorflow` (the same graph with tf.gradients, without gradrule), `resnet50` (the same of a ResNet50; kind, nodes and
+folder do not matter).
 """
 
 from __future__ import annotations
