@@ -100,6 +100,7 @@ class Differentiation:
         self._other_rank: set[int] = set()
         self._defaulted: dict[str, None] = {}
         self._without_gradient: dict[str, str] = {}
+        self._policy_uses = 0
         self._inside = 0
 
     @property
@@ -354,8 +355,8 @@ class Differentiation:
         if found is None:
             return make()
         key, outer = found
-        count = len(self._without_gradient)
-        return TEMPLATES.gradients(key, node, [*outer, *params], make, lambda: len(self._without_gradient) == count)
+        count = self._policy_uses
+        return TEMPLATES.gradients(key, node, [*outer, *params], make, lambda: self._policy_uses == count)
 
     @staticmethod
     def _registered(
@@ -384,6 +385,7 @@ class Differentiation:
         refuses = policy in (program_pb2.NO_GRADIENT_UNSPECIFIED, program_pb2.NO_GRADIENT_ERROR)
         if refuses or (policy == program_pb2.NO_GRADIENT_DEFAULT and not known):
             raise error(errors_pb2.ERROR_REASON_NO_GRADIENT, message, node=node)
+        self._policy_uses += 1
         if self._stage is DifferentiationStage.FIRST:
             self._without_gradient[node] = op.type
         differentiable = [_is_differentiable(value) for value in op.inputs]

@@ -229,6 +229,9 @@ def _values(value: tf.Tensor) -> Any:
     if elements is None or elements > _MAX_VALUES:
         return None
     known = tf.get_static_value(value)
+    if known is None:
+        # Shapes that TensorFlow infers depend on what it can compute itself, not only on what Python can.
+        known = tf_private.computed_constant(value)
     return None if known is None else known.tobytes() if known.dtype != object else repr(known)
 
 

@@ -292,6 +292,12 @@ def is_stateful(op_type: str) -> bool:
     return definition is None or bool(definition.is_stateful)
 
 
+def computed_constant(value: tf.Tensor) -> Any:
+    """Returns the value that TensorFlow computes for a tensor when it infers shapes, as an array; None: it cannot."""
+    with value.graph._c_graph.get() as c_graph:
+        return c_api.TF_TryEvaluateConstant_wrapper(c_graph, value._as_tf_output())
+
+
 def known_shape(value: tf.Tensor) -> tf.TensorShape:
     """Returns what is known of the sizes that a vector holds while the graph is built."""
     return tensor_util.constant_value_as_shape(value)
