@@ -166,9 +166,10 @@ def test_idle_programs_are_unloaded_before_an_engine_is_full(
         for _ in range(5):
             handle = handles.enter_context(program.forward(feeds, timeout=_PATIENCE_S))
             assert handle.bytes >= 120 << 20
-        for rule in _rules(client, 3):
-            assert _gradient(client, _chain(1200), 8, rule).shape == (2, 8)
-        assert metric(_UNLOADED) > unloaded
+        rules = iter(_rules(client, 12))
+        # How many fit depends on what one takes. No other test has loaded these.
+        while metric(_UNLOADED) == unloaded:
+            assert _gradient(client, _chain(1600), 8, next(rules)).shape == (2, 8)
         assert handle.vjp()["x"].shape == (1024, 1024)
     assert small.engine_pid() == before
 
