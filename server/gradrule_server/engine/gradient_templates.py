@@ -55,6 +55,8 @@ class _Template:
         steps: The ops.
         results: The gradients.
         names_node: Whether a message of an op names the node.
+        zeros: Results that are marked as zeros.
+        waited_for: Outer tensors whose ops were named by `tf.control_dependencies`.
         shapes: Steps and outputs of whose shapes Python code had told TensorFlow more than it finds out itself.
         is_checked: Whether `shapes` is complete: after the first use.
     """
@@ -62,6 +64,8 @@ class _Template:
     steps: Sequence[_Step]
     results: Sequence[Sequence[_Ref | None] | None]
     names_node: bool
+    zeros: Sequence[_Ref]
+    waited_for: list[int] = field(default_factory=list)
     shapes: list[tuple[int, int]] = field(default_factory=list)
     is_checked: bool = False
 
@@ -108,10 +112,12 @@ class GradientTemplates:
             self.reused += 1
             return _replay(template, graph, outer)
         start, scope = len(graph.made), graph.get_name_scope()
-        made = make()
+        with tf_private.noting_waits(tensor.op for tensor in outer) as waited_for:
+            made = make()
         if is_pure():
             template = _record(graph.made[start:], scope, outer, made)
             if template is not None:
+                template.waited_for = [number for number, tensor in enumerate(outer) if tensor.op in waited_for]
                 self._add((*key, node) if template.names_node else key, template)
         return made
 
@@ -157,8 +163,7 @@ class Signatures:
         parts: list[Any] = [more, op.type, attributes]
 
         def add(tensor: tf.Tensor, description: Any) -> None:
-            place = (tensor.op.name, tensor.value_index)
-            number = numbers.setdefault(place, len(outer))
+            number = numbers.setdefault(_place(tensor), len(outer))
             if number == len(outer):
                 outer.append(tensor)
             parts.append((number, description))
@@ -213,13 +218,13 @@ def _describe_upstream(value: tf.Tensor) -> Any:
 
     None if that value is large.
     """
-    shape = _shape(value)
+    description = value.dtype, _shape(value), value.op.type, tf_private.is_marked_zero(value)
     if value.op.type not in _MAY_BE_KNOWN:
-        return value.dtype, shape, value.op.type
+        return description
     if value.op.type == "Const" and value.shape.num_elements() <= _MAX_VALUES:
-        return value.dtype, shape, value.op.type, _values(value)
+        return description, _values(value)
     if value.op.type == "Fill":
-        return value.dtype, shape, value.op.type, _values(value.op.inputs[1])
+        return description, _values(value.op.inputs[1])
     return None
 
 
@@ -244,9 +249,7 @@ def _record(
     made: Sequence[tf.Operation], scope: str, outer: Sequence[tf.Tensor], gradients: Sequence[Gradient]
 ) -> _Template | None:
     """Returns ops and the gradients that they compute as a template; None if they depend on something else."""
-    refs: dict[tuple[str, int], _Ref] = {
-        (tensor.op.name, tensor.value_index): (-1 - number, 0) for number, tensor in enumerate(outer)
-    }
+    refs: dict[tuple[str, int], _Ref] = {_place(tensor): (-1 - number, 0) for number, tensor in enumerate(outer)}
     numbers = {tensor.op.name: -1 - number for number, tensor in enumerate(outer)}
     groups = [None if gradient is None else _parts(gradient) for gradient in gradients]
     results = [tensor for group in groups if group is not None for tensor in group if tensor is not None]
@@ -254,7 +257,7 @@ def _record(
     for op in _needed(made, results):
         if tf_private.runs_functions(op.type) or not op.name.startswith(f"{scope}/"):
             return None
-        inputs = [refs.get((tensor.op.name, tensor.value_index)) for tensor in op.inputs]
+        inputs = [refs.get(_place(tensor)) for tensor in op.inputs]
         waits = [numbers.get(control.name) for control in op.control_inputs]
         if None in inputs or None in waits:
             return None
@@ -263,14 +266,20 @@ def _record(
         shapes = tuple(output.shape for output in op.outputs)
         name, copied = op.name.removeprefix(f"{scope}/"), tf_private.CopiedOp.of(op)
         steps.append(_Step(name, copied, inputs, waits, shapes))  # type: ignore[arg-type]
-    if any((tensor.op.name, tensor.value_index) not in refs for tensor in results):
+    if any(_place(tensor) not in refs for tensor in results):
         return None
 
     def find(tensor: tf.Tensor | None) -> _Ref | None:
-        return None if tensor is None else refs[tensor.op.name, tensor.value_index]
+        return None if tensor is None else refs[_place(tensor)]
 
     names_node = any(tensor.dtype == tf.string for op in made for tensor in op.outputs)
-    return _Template(steps, [None if group is None else list(map(find, group)) for group in groups], names_node)
+    found = [None if group is None else list(map(find, group)) for group in groups]
+    zeros = [refs[_place(tensor)] for tensor in results if tf_private.is_marked_zero(tensor)]
+    return _Template(steps, found, names_node, zeros)
+
+
+def _place(tensor: tf.Tensor) -> tuple[str, int]:
+    return tensor.op.name, tensor.value_index
 
 
 def _parts(gradient: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
@@ -312,6 +321,9 @@ def _replay(template: _Template, graph: tf_private.RecordingGraph, outer: Sequen
             if place == number:
                 op.outputs[index].set_shape(step.shapes[index])
     template.is_checked = True
+    tf_private.note_waits(outer[number].op for number in template.waited_for)
+    for ref in template.zeros:
+        tf_private.mark_zero(find(ref))
     return [
         None if result is None else tf.IndexedSlices(*map(find, result)) if len(result) > 1 else find(result[0])
         for result in template.results

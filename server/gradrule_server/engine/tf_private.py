@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -284,6 +285,43 @@ def callable_function(graph: RecordingGraph) -> Any:
         graph.structured_input_signature, graph.structured_outputs, graph.function_captures.capture_types
     )
     return concrete_function.ConcreteFunction.from_func_graph(graph, kind, {})
+
+
+_WAITED_FOR = "_has_manual_control_dependencies"
+
+
+@contextlib.contextmanager
+def noting_waits(ops: Iterable[tf.Operation]) -> Iterator[list[tf.Operation]]:
+    """Yields a list that receives those of the ops that `tf.control_dependencies` names within the context.
+
+    TensorFlow notes that as an attribute of the op, which its graph optimizer reads.
+    """
+    distinct = {id(op): op for op in ops}.values()
+    before = [op for op in distinct if _WAITED_FOR in op.node_def.attr]
+    for op in before:
+        op._clear_attr(_WAITED_FOR)
+    named: list[tf.Operation] = []
+    try:
+        yield named
+    finally:
+        named += [op for op in distinct if _WAITED_FOR in op.node_def.attr]
+        note_waits(before)
+
+
+def note_waits(ops: Iterable[tf.Operation]) -> None:
+    """Notes at ops that `tf.control_dependencies` named them."""
+    for op in ops:
+        op._set_attr(_WAITED_FOR, attr_value_pb2.AttrValue(b=True))
+
+
+def is_marked_zero(value: tf.Tensor) -> bool:
+    """Returns whether Python code has marked a tensor as zeros; some gradient functions then leave out a term."""
+    return bool(getattr(value, "_is_zeros_tensor", False))
+
+
+def mark_zero(value: Any) -> None:
+    """Marks a tensor as zeros."""
+    value._is_zeros_tensor = True
 
 
 def is_stateful(op_type: str) -> bool:

@@ -400,9 +400,6 @@ def test_rules_that_look_beyond_their_node() -> None:
     check_maps(build, *maps)
 
 
-@pytest.mark.xfail(
-    reason="last bits: ops of a template lack the attribute _has_manual_control_dependencies", strict=False
-)
 def test_which_gradients_a_batch_norm_needs() -> None:
     def build() -> None:
         x = tf.reshape(x_of(), [1, 4, 4, 1])

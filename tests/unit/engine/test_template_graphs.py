@@ -75,12 +75,7 @@ def _contents(built: BuiltProgram) -> dict[str, Any]:
 
 
 def _comparable(node: node_def_pb2.NodeDef) -> str:
-    """Returns a node as text, without what may differ.
-
-    Names of functions lack their numbers, which are new for each loop and branch. TensorFlow notes at a node that
-    `tf.control_dependencies` named it, even if no node waits for it then.
-    """
-    node.attr.pop("_has_manual_control_dependencies", None)
+    """Returns a node as text; names of functions lack their numbers, which are new for each loop and branch."""
     return re.sub(r'(name: "\S*?)[_0-9]+"', r'\1"', str(node)) if "func {" in str(node) else str(node)
 
 
