@@ -17,6 +17,7 @@ from gradrule.v1 import errors_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, Resource, error
 from gradrule_server.link.messages import error_from_fault
+from gradrule_server.link.operating_system import HeapTrimmer
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_blob_name, missing_blobs, value_fault
 from gradrule_server.rules import RuleContent
@@ -229,6 +230,7 @@ class FrontEndBlobs:
             for part in contents.parts(_PART_BYTES):
                 file = _raise_fault(self._ask(link_pb2.Question(part=part))).file
         contents.move_to(self._files.map_kept(file))
+        HeapTrimmer().trim(0.0)
         return file
 
 
@@ -309,6 +311,8 @@ class GraphReader:
         likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
         if self._moves_constants:
             graph = graphs.move_constants(graph, limits, contents)
+            # A worker that has grown is replaced, and would forget its graphs.
+            HeapTrimmer().trim(0.0)
         return LoadedGraph(graphs.ReadGraph(graph, contents), digest, likeness)
 
     def _drop_surplus(self) -> None:
