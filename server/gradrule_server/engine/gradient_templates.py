@@ -1,6 +1,6 @@
 """Builds the gradient of a node from the gradient of a similar node that was built before, also in another program.
 
-TensorFlow's gradient functions and rules are Python code that takes a hundred times as long as creating the ops that
+TensorFlow's gradient functions and rules are Python code that takes many times as long as creating the ops that
 they create. Which ops these are depends only on the type and attributes of the node, on types, shapes and producers of
 its tensors, on the values of small integers among them, and on the rule. So the ops are recorded once as a template.
 """
