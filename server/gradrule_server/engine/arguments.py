@@ -46,6 +46,8 @@ class FeedPlan:
     def __init__(self, built: BuiltProgram, *, is_enabled: bool = True) -> None:
         self._max_rank = built.max_rank
         self._template: list[Any] = []
+        self.defaults: list[tf.Tensor | None] = []
+        """For each argument, its value in calls that do not give it; None: calls must give it."""
         self._required = 0
         self._fields: list[tuple[str, dict[str, _Slot]]] = []
         directions = "tangents" if built.kind == evaluate_pb2.DERIVATIVE_JVP else "vectors"
@@ -61,6 +63,7 @@ class FeedPlan:
         for param in built.params:
             self._params[param.rule, param.name] = len(self._template)
             self._template.append(None)
+            self.defaults.append(None)
         self._required += len(self._params)
         # The general reader checks that stacked values have the same length.
         self._is_usable = is_enabled and not built.stacked
@@ -68,6 +71,7 @@ class FeedPlan:
     def _slot(self, item: Input) -> _Slot:
         position, is_required = len(self._template), item.default is None
         self._template.append(None if item.default is None else as_array(item.default))
+        self.defaults.append(item.default)
         self._required += is_required
         shape = None if item.shape.rank is None else tuple(item.shape.as_list())
         # NumPy cannot read strings from bytes.
@@ -77,6 +81,12 @@ class FeedPlan:
     def is_default(self, position: int, array: Any) -> bool:
         """Returns whether an argument is the default of its input."""
         return self._template[position] is not None and array is self._template[position]
+
+    def array(self, position: int, value: _Value) -> Any:
+        """Returns an argument as an array; for the default of its input, the one that `is_default` recognises."""
+        if not isinstance(value, tf.Tensor):
+            return value
+        return self._template[position] if value is self.defaults[position] else as_array(value)
 
     def arrays(
         self,
@@ -180,11 +190,10 @@ class ArgumentReader:
         dtypes = [item.dtype for item in (*built.inputs, *built.grad_ys, *built.directions)]
         dtypes += [tf.float64] * len(built.params)
         # Values of variables may be large: they stay on the device.
-        defaults = [item.default for item in built.inputs] + [None] * (len(values) - len(built.inputs))
         plan = built.feed_plan
         return [
             default if plan.is_default(position, value) else as_tensor(value, dtype)
-            for position, (value, dtype, default) in enumerate(zip(values, dtypes, defaults, strict=True))
+            for position, (value, dtype, default) in enumerate(zip(values, dtypes, plan.defaults, strict=True))
         ]
 
     def arrays(
@@ -198,7 +207,7 @@ class ArgumentReader:
         values = built.feed_plan.arrays(call, params, contents)
         if values is None:
             given = self._values(built, call, params, NO_STATE, contents)
-            values = [as_array(value) if isinstance(value, tf.Tensor) else value for value in given]
+            values = [built.feed_plan.array(position, value) for position, value in enumerate(given)]
         if built.memory_check is not None:
             built.memory_check.check(values)
         return values

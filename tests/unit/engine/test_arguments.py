@@ -79,3 +79,23 @@ def test_forward_runs_use_the_plan_and_do_not_copy_variables() -> None:
     assert found is w
     # The message's memory may be freed after the call.
     assert not np.shares_memory(plan[0], x.numpy())
+
+
+def test_unusual_calls_know_the_values_of_variables_without_comparing_them() -> None:
+    """Calls that do not feed a variable may run together, and the bytes of its value are not compared."""
+    g = gr.Graph()
+    w = tf.ones([3, 2])
+    g.op("MatMul", g.placeholder("x", "float32", [None, 3]), g.variable("w", w.numpy()), name="y")
+    request = prepared(g).request
+    request.variables.add(spec=next(item for item in request.inputs if item.name == "w"))
+    del request.inputs[[item.name for item in request.inputs].index("w")]
+    built = build(request, [w])
+    call = evaluate_pb2.EvaluateRequest()
+    # Numbers in place of bytes: the plan leaves such a call to the general reader.
+    call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones((2, 3), np.float32)))
+    tensor = call.feeds[0].value.inline_tensor
+    tensor.ClearField("tensor_content")
+    tensor.float_val.extend([1.0] * 6)
+    assert built.feed_plan.arrays(call, [], {}) is None
+    arguments = ArgumentReader(BlobReader(None)).arrays(built, call, [])
+    assert [built.feed_plan.is_default(index, value) for index, value in enumerate(arguments)] == [False, True]
