@@ -81,6 +81,8 @@ class ShapeVariant:
     run_ns: int = 0
     samples: list[tuple[Arrays, Arrays]] = field(default_factory=list)
     """Arguments and results of calls."""
+    sample_bytes: int = 0
+    """Bytes of the samples without the values that the program holds."""
     compiled: GraphCall | None = None
     times: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     """Nanoseconds of runs without XLA and with it."""
@@ -94,14 +96,23 @@ class ShapeVariant:
 class JitChoice:
     """Runs one program. Thread-safe.
 
-    key: of the program. plain: runs it without XLA. function: what XLA compiles.
+    key: of the program. plain: runs it without XLA. function: what XLA compiles. is_default: returns, for an argument's
+    position and value, whether the program holds that value.
     """
 
-    def __init__(self, key: str, function: Any, plain: GraphCall, compiler: JitCompiler) -> None:
+    def __init__(
+        self,
+        key: str,
+        function: Any,
+        plain: GraphCall,
+        compiler: JitCompiler,
+        is_default: Callable[[int, Any], bool],
+    ) -> None:
         self.key = key
         self._function = function
         self._plain = plain
         self._compiler = compiler
+        self._is_default = is_default
         self._variants: dict[Shapes, ShapeVariant] = {}
         self._lock = threading.Lock()
         self.reason = refusal_reason(function)
@@ -184,9 +195,15 @@ class JitChoice:
                 # Most of so short a run is the cost of the call itself.
                 variant.refuse()
                 return results
-            # Copied: the memory of arguments is reused after the answer.
-            variant.samples.append(([np.array(argument) for argument in arguments], results))
-            if len(variant.samples) < _SAMPLES and _bytes_of(variant.samples) < _MAX_SAMPLE_BYTES:
+            # The memory of other arguments is reused after the answer.
+            sample = [
+                argument if self._is_default(position, argument) else np.array(argument)
+                for position, argument in enumerate(arguments)
+            ]
+            variant.samples.append((sample, results))
+            new = [copy for copy, argument in zip(sample, arguments, strict=True) if copy is not argument]
+            variant.sample_bytes += sum(array.nbytes for array in (*new, *results))
+            if len(variant.samples) < _SAMPLES and variant.sample_bytes < _MAX_SAMPLE_BYTES:
                 return results
             variant.phase = Phase.COMPILING
         self._compiler.compile(self, variant)
@@ -217,10 +234,6 @@ class JitChoice:
         return results
 
 
-def _bytes_of(samples: Sequence[tuple[Arrays, Arrays]]) -> int:
-    return sum(array.nbytes for sample in samples for part in sample for array in part)
-
-
 class JitCompiler:
     """Compiles on a thread of its own. Thread-safe.
 
@@ -240,7 +253,7 @@ class JitCompiler:
         """Allows XLA to compile a program, if it runs in a session: on a CPU and in one part."""
         call = None if built.two_parts is not None else built.call
         if self.after_s and isinstance(call, SessionCall):
-            built.jit = JitChoice(key, built.function, call, self)
+            built.jit = JitChoice(key, built.function, call, self, built.feed_plan.is_default)
 
     def refuse(self, digest: str) -> None:
         """Forbids XLA to compile programs whose keys start with `digest`."""

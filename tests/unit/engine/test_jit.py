@@ -88,7 +88,7 @@ def answers(choice: JitChoice, count: int, size: int = 8) -> list[bool]:
 def made(monkeypatch: pytest.MonkeyPatch, compiled: Callable[[Any], Any]) -> tuple[JitChoice, Compiler]:
     monkeypatch.setattr(jit, "compiled_call", lambda function, arrays: compiled)
     compiler = Compiler()
-    return JitChoice("digest/1", doubled(), taking(_SLOW_S), compiler), compiler
+    return JitChoice("digest/1", doubled(), taking(_SLOW_S), compiler, lambda position, argument: False), compiler
 
 
 def test_xla_is_chosen_for_shapes_where_it_is_faster_and_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +97,28 @@ def test_xla_is_chosen_for_shapes_where_it_is_faster_and_equal(monkeypatch: pyte
     assert not any(found[:4]) and all(found[-10:])
     assert compiler.reasons == [""] and compiler.chosen == 1
     assert not choice.run([np.zeros(3, np.float32)])[1]
+
+
+def test_samples_do_not_copy_the_values_that_the_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = np.full(1000, 2, np.float32)
+    # The bytes of the weights do not reduce the number of samples.
+    monkeypatch.setattr(jit, "_MAX_SAMPLE_BYTES", weights.nbytes)
+    compared: list[list[np.ndarray]] = []
+
+    def compiled(arguments: Any) -> Any:
+        compared.append(arguments)
+        return taking(_FAST_S)(arguments)
+
+    monkeypatch.setattr(jit, "compiled_call", lambda function, arrays: compiled)
+    compiler = Compiler()
+    choice = JitChoice("digest/1", doubled(), taking(_SLOW_S), compiler, lambda position, argument: argument is weights)
+    given = np.ones(8, np.float32)
+    while not compiler.reasons:
+        assert not choice.run([given, weights])[1]
+    assert len(compared) == 2
+    for x, w in compared:
+        assert w is weights
+        assert not np.shares_memory(x, given)
 
 
 def test_xla_is_not_chosen_where_it_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
