@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -93,7 +94,12 @@ class ReadGraph:
     def size(self) -> int:
         """Its approximate size in memory without the values of moved constants, bytes."""
         nodes = 0 if self._checked is None else sum(len(body.nodes) for body in bodies_of(self._checked.top))
-        return _COPIES * self.graph.ByteSize() + _NODE_BYTES * nodes
+        return _COPIES * self._encoded_bytes + _NODE_BYTES * nodes
+
+    @functools.cached_property
+    def _encoded_bytes(self) -> int:
+        """Bytes of the encoded graph. Counting them takes as long as encoding it."""
+        return self.graph.ByteSize()
 
 
 class _CheckedGraph(NamedTuple):
