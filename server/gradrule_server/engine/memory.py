@@ -256,10 +256,10 @@ class MemoryCheck:
         with tf.Graph().as_default() as graph:
             try:
                 tensors = tf.import_graph_def(graph_def, return_elements=results, name="")
+                return Estimator(self._limit).need(graph, tensors)
             except ValueError:
-                # The shapes contradict each other: the call itself fails with a better message.
+                # The shapes contradict each other, or a size exceeds 64 bits: the call fails with a better message.
                 return None
-            return Estimator(self._limit).need(graph, tensors)
 
     def _refuse(self, need: MemoryNeed) -> None:
         if need.size > self._limit:

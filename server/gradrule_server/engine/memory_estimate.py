@@ -26,6 +26,8 @@ _VIEWS_EACH = ops_with("view", "each")
 _SHAPE_OPS = ops_with("reads_shape")
 # Bytes of a string besides its characters.
 _STRING_BYTES = 24
+# Sizes beyond this are all too large for any memory.
+_MOST_FOLDED = 1 << 62
 
 # A tensor: number of its op, number among the op's outputs.
 _Place: TypeAlias = tuple[int, int]
@@ -76,7 +78,8 @@ class Estimator:
         self.by_unknown_sizes: Counter[int] = Counter()
         """Bytes of all tensors of the graph and its functions, by the number of their unknown sizes, each taken as 1.
 
-        A tensor of unknown rank counts as one of two unknown sizes.
+        A tensor of unknown rank counts as one of two unknown sizes. An unknown size into which a Reshape has folded
+        known sizes, as in `tf.reshape(x, [-1])`, is taken as their product.
         """
 
     def need(self, graph: tf.Graph, results: Sequence[tf.Tensor]) -> MemoryNeed:
@@ -94,8 +97,10 @@ class Estimator:
         """Returns the bytes of each op's outputs, and the additional bytes of each op's functions."""
         all_sizes: list[list[int]] = []
         extras: list[int] = []
+        folded: dict[str, int] = {}
         for op in ops:
-            sizes = [self._bytes(tensor) for tensor in op.outputs]
+            scale = _folded_sizes(op, folded)
+            sizes = [self._bytes(tensor, scale) for tensor in op.outputs]
             largest = max(sizes, default=0)
             if largest > need.largest:
                 need.largest, need.where = largest, _describe(op, op.outputs[sizes.index(largest)])
@@ -103,17 +108,17 @@ class Estimator:
             extras.append(self._function_bytes(op, need) if tf_private.runs_functions(op.type) else 0)
         return all_sizes, extras
 
-    def _bytes(self, tensor: tf.Tensor) -> int:
-        """Returns the bytes of a tensor, 0 if unknown, and counts it."""
+    def _bytes(self, tensor: tf.Tensor, scale: int) -> int:
+        """Returns the bytes of a tensor, 0 if unknown, and counts it. `scale`: what an unknown size is taken as."""
         dtype, shape = tensor.dtype, tensor.shape
         item = 0 if dtype in (tf.variant, tf.resource) else _STRING_BYTES if dtype == tf.string else int(dtype.size)
         if shape.rank is None:
-            self.by_unknown_sizes[2] += item
+            self.by_unknown_sizes[2] += item * scale**2
             return 0
         sizes = shape.as_list()
         unknown = sizes.count(None)
         size = item * math.prod(size for size in sizes if size is not None)
-        self.by_unknown_sizes[unknown] += size
+        self.by_unknown_sizes[unknown] += size * scale**unknown
         return 0 if unknown else size
 
     def _function_bytes(self, op: tf.Operation, need: MemoryNeed) -> int:
@@ -131,6 +136,27 @@ class Estimator:
             around = [*op.inputs, *op.outputs]
             taken.append(max(inside.size - sum(map(static_bytes, around)), 0))
         return (min if tf_private.is_branch(op) else max)(taken, default=0)
+
+
+def _folded_sizes(op: tf.Operation, folded: dict[str, int]) -> int:
+    """Returns the product of the known sizes that an unknown size of the outputs may contain, at least 1.
+
+    `folded`: these products of earlier ops, by name, if they exceed 1; the op is added.
+    """
+    product = max((folded.get(tensor.op.name, 1) for tensor in op.inputs), default=1) if folded else 1
+    if op.type == "Reshape":
+        # A result with several unknown sizes splits what an earlier Reshape has folded.
+        is_folded = op.outputs[0].shape.rank is not None and op.outputs[0].shape.as_list().count(None) == 1
+        before, after = _known_elements(op.inputs[0]), _known_elements(op.outputs[0])
+        product = min(max(-(-product * before // after), 1), _MOST_FOLDED) if is_folded else 1
+    if product > 1 and not all(tensor.shape.is_fully_defined() for tensor in op.outputs):
+        folded[op.name] = product
+    return product
+
+
+def _known_elements(tensor: tf.Tensor) -> int:
+    """Returns the product of the known sizes of a tensor that are not 0."""
+    return 1 if tensor.shape.rank is None else math.prod(size for size in tensor.shape.as_list() if size)
 
 
 def _structure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,13 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.engine import memory
-from gradrule_server.engine.memory import memory_error
+from gradrule_server.engine.build import build
+from gradrule_server.engine.memory import MemoryCheck, memory_error
 from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.tf_errors import out_of_memory
+from gradrule_server.errors import GradruleError
 from tests.service.derivative_cases import CASES, W, graph_for_function
+from tests.service.graph_defs import build_graph
 from tests.unit.engine.building import arguments, prepared, run_forward, split
 
 _OOM = "OOM when allocating tensor with shape[10000000000] and type float on /device:CPU:0 by allocator cpu"
@@ -39,6 +43,53 @@ def test_memory_error_names_the_limit(monkeypatch: pytest.MonkeyPatch, limit: in
     assert found.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
     assert words in found.message
     assert "40 GB of zeros" in found.message
+
+
+def _outer_product() -> None:
+    rows = tf.reshape(tf.compat.v1.placeholder(tf.float32, [None, 1000], name="x"), [-1])
+    tf.reduce_sum(rows[:, tf.newaxis] * rows, name="y")
+
+
+def _tokens() -> None:
+    tokens = tf.reshape(tf.compat.v1.placeholder(tf.float32, [None, 100, 8], name="x"), [-1, 8])
+    for _ in range(20):
+        tokens = tf.tanh(tokens)
+    tf.reshape(tokens, [-1, 100, 8], name="y")
+
+
+@pytest.mark.parametrize(
+    ("graph", "fits", "limit"), [(_outer_product, (1, 1000), 1 << 26), (_tokens, (1000, 100, 8), 1 << 28)]
+)
+def test_calls_whose_known_sizes_a_reshape_folds_are_refused(graph: Any, fits: Any, limit: int) -> None:
+    """Tensors between two Reshapes have a hundred times the size of the argument, or more."""
+    built = build(prepared(build_graph(graph), vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request)
+    found = MemoryCheck(built.graph, limit)
+    found.check([np.ones(fits, np.float32)])
+    with pytest.raises(GradruleError, match="running this would take about"):
+        found.check([np.ones((10 * fits[0], *fits[1:]), np.float32)])
+
+
+@pytest.mark.parametrize(("times", "is_refused"), [(3, True), (200, False)])
+def test_sizes_that_are_folded_again_and_again(times: int, is_refused: bool) -> None:
+    """Beyond 64 bits TensorFlow knows no sizes; running such a call fails."""
+
+    def chain() -> None:
+        value = tf.compat.v1.placeholder(tf.float32, [None, 1000], name="x")
+        for _ in range(times):
+            value = tf.tile(tf.reshape(value, [-1, 1]), [1, 1000])
+        tf.identity(value, name="y")
+
+    found = MemoryCheck(build(prepared(build_graph(chain)).request).graph, 1 << 30)
+    with pytest.raises(GradruleError, match="running this would take about") if is_refused else nullcontext():
+        found.check([np.ones((1, 1000), np.float32)])
+
+
+def test_sizes_that_are_split_again_do_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that clearly fits needs no import of the graph."""
+    built = build(prepared(build_graph(_tokens), vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request)
+    found = MemoryCheck(built.graph, 1 << 28)
+    monkeypatch.setattr(MemoryCheck, "_need", lambda *arguments: pytest.fail("the graph was imported"))
+    found.check([np.ones((1000, 100, 8), np.float32)])
 
 
 def bytes_for(name: str, rows: int) -> int:
