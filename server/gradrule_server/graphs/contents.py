@@ -19,7 +19,8 @@ from gradrule_server.graphs.ir import CONTENT_ATTR, Node
 from gradrule_server.policy import Limits, tensor_fault
 
 _CONSTANT = "Const"
-# Each moved constant is an argument of the program, which takes about a microsecond per call.
+# Each moved constant is an argument of the program: 1.5 µs per call. Besides, TensorFlow computes what depends on
+# constants alone once, and what depends on arguments at each call.
 MIN_BYTES = 4096
 # TensorFlow reads sizes and axes while it builds a program, so they stay in the graph. They are never that many.
 _MIN_INDEX_BYTES = 1 << 16
