@@ -29,10 +29,10 @@ _KEPT_NAME = re.compile(r"\.kept-[0-9]+")
 _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 
 
-# Element types of which TensorFlow takes memory of NumPy.
+# Element types of which TensorFlow takes memory of NumPy; bfloat16 as integers.
 _MAPPED_DTYPES = frozenset(
     {
-        *(tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128),
+        *(tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128),
         *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64),
     }
 )
@@ -260,7 +260,9 @@ class VariableCache:
     def _convert(self, array: NDArray[Any], dtype: tf.DType, *, is_mapped: bool) -> tf.Tensor:
         """Returns a tensor of an array; it uses the memory of a mapped file if TensorFlow can."""
         if is_mapped and self._shares_memory and dtype in _MAPPED_DTYPES and array.size:
-            return tf.experimental.dlpack.from_dlpack(np.asarray(array).__dlpack__())
+            shared = np.asarray(array).view(np.uint16) if dtype == tf.bfloat16 else np.asarray(array)
+            tensor = tf.experimental.dlpack.from_dlpack(shared.__dlpack__())
+            return tf.bitcast(tensor, dtype) if dtype == tf.bfloat16 else tensor
         return tf.constant(array, dtype=dtype)
 
 

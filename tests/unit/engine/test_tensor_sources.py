@@ -114,10 +114,11 @@ def test_values_of_a_blob_have_any_rank(folder: Path, size: tuple[int, ...]) -> 
     np.testing.assert_array_equal(tensor.numpy(), value)
 
 
-def test_kept_values_are_mapped_once_and_not_copied(folder: Path) -> None:
-    (folder / ".kept-7").write_bytes(_VALUES.astype(np.float32).tobytes() * 32)
+@pytest.mark.parametrize("dtype", _KEPT_DTYPES, ids=lambda dtype: dtype.name)
+def test_kept_values_are_mapped_once_and_not_copied(folder: Path, dtype: tf.DType) -> None:
+    (folder / ".kept-7").write_bytes(_VALUES.astype(dtype.as_numpy_dtype).tobytes() * 128)
     cache = VariableCache(BlobReader(folder))
-    first, second = cache.tensors([_kept(tf.float32, 0, 1000), _kept(tf.float32, 64000, 1000)])
+    first, second = cache.tensors([_kept(dtype, 0, 1000), _kept(dtype, 64000, 1000)])
     addresses = [as_array(tensor).ctypes.data for tensor in (first, second)]
     assert addresses[1] - addresses[0] == 64000
     assert Path("/proc/self/maps").read_text().count(str(folder / ".kept-7")) == 1
