@@ -50,11 +50,15 @@ class MeasuredMemory:
         self.used = self.programs = 0
         self._sizes: dict[str, int] = {}
 
+    def add(self, key: str) -> None:
+        """Adds a program that the engine is going to load. `key`: its key in the engine."""
+        self._sizes[key] = 0
+
     def apply(self, notice: link_pb2.MemoryNotice) -> None:
-        """Applies a notice of the engine."""
+        """Applies a notice of the engine. It may come after its program was unloaded, and then counts no program."""
         self.used = notice.used_bytes
-        if notice.key:
-            self.programs += notice.program_bytes - self._sizes.get(notice.key, 0)
+        if notice.key in self._sizes:
+            self.programs += notice.program_bytes - self._sizes[notice.key]
             self._sizes[notice.key] = notice.program_bytes
 
     def size(self, key: str) -> int:

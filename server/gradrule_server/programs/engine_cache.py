@@ -288,6 +288,7 @@ class EngineProgramCache:
             store.unpin(blobs)
             raise
         work.answer.add_done_callback(lambda _: store.unpin(blobs))
+        self._engine.memory.add(engine_key)
         load = self._loads[program.key] = Load(
             program, self._engine, self._engine.generation, engine_key, work, ends_at
         )

@@ -132,6 +132,18 @@ async def test_first_run_counts_with_what_it_adds(blobs: BlobStore) -> None:
     assert unloaded(engine) == [first]
 
 
+async def test_a_size_that_is_reported_after_its_program_was_unloaded_does_not_count(blobs: BlobStore) -> None:
+    """An engine answers a first run before it measures it."""
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 1, 10**6)
+    first = await load_measured(loaded, engine, program("a"), 1, 100)
+    await load_measured(loaded, engine, program("b"), 2, 100)
+    assert unloaded(engine) == [first]
+    report(engine, first, 160, 260)
+    assert loaded.held_bytes == 100
+    assert engine.memory.used == 260
+
+
 async def test_memory_in_use_unloads_programs_that_were_not_used_lately(blobs: BlobStore) -> None:
     engine, pool = FakeEngine(), FakePool()
     pool.engines, pool.memory_limit = [engine], 1000
