@@ -706,6 +706,9 @@ class EnginePool:
             self.engines.remove(engine)
             engine.is_removed = True
             self._report_removed(engine)
+        if len(self.engines) < self.max_engines and all(item.use is Use.SESSIONS for item in self.engines):
+            # Memory may be so short that sessions get the places of all others, but calls of all tenants need one.
+            self._add(None, Use.PROGRAMS).start()
         self._wake()
         self._schedule_assignment()
         is_ready = self.is_ready

@@ -853,6 +853,26 @@ async def test_sessions_that_take_all_memory_leave_an_engine_for_calls(starter: 
     await pool.stop()
 
 
+async def test_the_server_stays_ready_when_sessions_get_the_place_of_the_last_other_engine(starter: Starter) -> None:
+    pool = await _pool_with_memory(starter, 1000, a=800)
+    pool.engines[0].used_at -= 1
+    sessions = await pool.session_engine("b", _deadline())
+    sessions.add_kept(sessions.generation, 1)
+    await _until(lambda: pool.is_ready)
+    assert _owners(pool) == ["b", None]
+    # The same if an engine ends because sessions have grown.
+    await pool.provide("a", _deadline())
+    (idle,) = pool.engines_for("a")
+    idle.used_at -= 100
+    _take_memory(starter, idle, 100)
+    _take_memory(starter, sessions, 900)
+    pool._check_memory()
+    assert pool.evictions == {"turn": 1, "memory": 1}
+    await _until(lambda: pool.is_ready)
+    assert _owners(pool) == ["b", None]
+    await pool.stop()
+
+
 async def test_the_largest_tenant_loses_its_engine_when_memory_is_short_even_if_it_is_in_use(starter: Starter) -> None:
     pool = await _pool_with_memory(starter, 1000, a=100, b=100, c=100)
     (large,) = pool.engines_for("b")
