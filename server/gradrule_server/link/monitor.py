@@ -122,7 +122,7 @@ class EngineMonitor:
             return
         now = asyncio.get_running_loop().time()
         if connection.is_compiling:
-            # A compilation may take long without a break. Its caller's deadline limits it.
+            # A compilation may take long without a break; `Engine.limit_run` ends it.
             connection.last_heard = now
         connection.last_heard = min(now, connection.last_heard + late_s)
         silence_s = now - connection.last_heard
@@ -136,7 +136,8 @@ class EngineMonitor:
         for number in itertools.count():
             await asyncio.sleep(self._times.memory_period_s)
             self._own_left = _OWN_PER_ROUND
-            for process in self._processes():
+            # Those that were measured least recently come first, so that all get their turn.
+            for process in sorted(self._processes(), key=self._own_measured_at):
                 if process.own_bytes and number % _IDLE_ROUNDS and not process.connection.running:
                     continue
                 await self._measure(process)
@@ -144,6 +145,10 @@ class EngineMonitor:
                     _log.warning("engine %d takes %d bytes; ending it", process.pid, process.resident_bytes)
                     process.end(EndReason.MEMORY)
             self._on_measured()
+
+    def _own_measured_at(self, process: EngineProcess) -> float:
+        found = self._own.get(process)
+        return 0.0 if found is None else found.measured_at
 
     async def _measure(self, process: EngineProcess) -> None:
         """Measures the memory of a process; exactly, which takes longer, if it may be over the limit."""
@@ -193,18 +198,19 @@ class _OwnMemory:
     def __init__(self, anonymous: int) -> None:
         self.shared_bytes = anonymous
         """The part of its private memory that it shares: all of it until it is measured."""
-        self._measured_at = 0.0
+        self.measured_at = 0.0
+        """When it was measured, CLOCK_MONOTONIC, seconds."""
         self._faults = -_FAULTS
 
     def is_due(self, pid: int) -> bool:
         """Returns whether the process may have written to many pages since it was measured."""
-        if time.monotonic() < self._measured_at + _OWN_PERIOD_S:
+        if time.monotonic() < self.measured_at + _OWN_PERIOD_S:
             return False
         return _page_faults(pid) >= self._faults + _FAULTS
 
     async def measure(self, pid: int, anonymous: int) -> None:
         """Measures it. `anonymous`: the private memory of the process as `resident_sizes` returns it."""
-        self._measured_at, self._faults = time.monotonic(), _page_faults(pid)
+        self.measured_at, self._faults = time.monotonic(), _page_faults(pid)
         with contextlib.suppress(RuntimeError):
             own = await asyncio.to_thread(own_bytes, pid)
             self.shared_bytes = 0 if own is None else max(0, anonymous - own)
