@@ -267,12 +267,16 @@ class EngineProgramCache:
         """
         if load.generation != self._engine.generation:
             return
-        idle = list(self._idle())
-        for other in idle:
-            self._unload(other, "memory")
-        if not idle and self._engine.recycle():
+        if not self.unload_idle() and self._engine.recycle():
             # Loading all again would fill the new process again.
             self._loads.clear()
+
+    def unload_idle(self) -> bool:
+        """Unloads all programs that no call uses, for lack of memory. Returns whether there were any."""
+        idle = list(self._idle())
+        for load in idle:
+            self._unload(load, "memory")
+        return bool(idle)
 
     def _start(self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool) -> Load:
         # Engines handle messages concurrently: with a new key, the UNLOAD of an older load cannot remove this one.

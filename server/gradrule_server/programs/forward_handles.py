@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import GradruleError, error
+from gradrule_server.errors import GradruleError, NoMemoryLeft, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import pull_back_payload, release_payload
@@ -169,7 +169,7 @@ class StreamHandles:
         payload = pull_back_payload(name, received_ns, raw, self._manager.blob_folder)
         self._stop_timer(handle)
         try:
-            answer = await handle.process.engine.call(Kind.PULL_BACK, payload, ends_at, handle.recorder)
+            answer = await self._run_backward(handle, payload, ends_at)
             record_pull_back(answer, received_ns)
             if closes:
                 self.close(name)
@@ -182,6 +182,16 @@ class StreamHandles:
         finally:
             if self._handles.get(name) is handle:
                 self._start_timer(handle)
+
+    async def _run_backward(self, handle: _Handle, payload: Sequence[bytes], ends_at: float) -> bytes:
+        """Returns the engine's answer; unloads idle programs and asks once more if there is no memory left."""
+        engine = handle.process.engine
+        try:
+            return await engine.call(Kind.PULL_BACK, payload, ends_at, handle.recorder)
+        except NoMemoryLeft:
+            if handle.process.is_gone or not self._manager.program_service.unload_idle(engine):
+                raise
+        return await engine.call(Kind.PULL_BACK, payload, ends_at, handle.recorder)
 
     def close(self, name: str) -> None:
         """Closes a handle, if it exists."""

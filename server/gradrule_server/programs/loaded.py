@@ -161,6 +161,10 @@ class LoadedPrograms:
         if not full.holds_nothing:
             cache.make_room(load)
 
+    def unload_idle(self, engine: Engine) -> bool:
+        """Unloads all programs that no call uses from an engine without memory. Returns whether there were any."""
+        return self._engine_cache(engine).unload_idle()
+
     def forget(self, load: Load) -> None:
         """Removes a program that the engine does not have."""
         self._engine_cache(load.engine).forget(load)

@@ -176,6 +176,10 @@ class ProgramService:
         answer, process, program = await self._evaluate(request, None, call, received_ns, mode)
         return ForwardRun(answer, mode.kept_bytes, process, program.workload)
 
+    def unload_idle(self, engine: Engine) -> bool:
+        """Unloads all programs that no call uses from an engine without memory. Returns whether there were any."""
+        return self._loaded.unload_idle(engine)
+
     async def compile_for_session(self, key: SessionKey, spec: bytes, mode: RunMode) -> RunnableProgram:
         """Returns a program for a session, loaded into the session's engine, and adds it to the cache.
 

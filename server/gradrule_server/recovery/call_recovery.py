@@ -237,6 +237,9 @@ class CallRecovery(Generic[EngineT]):
         """Classifies a run for which its engine had no memory left."""
         self._patience_s = _PATIENCE_S
         self._short_runs += 1
+        if state is CallState.PINNED and self.is_building and self._short_runs == 1:
+            # Idle programs were unloaded. What was run is not repeated: a session may have applied part of it.
+            return Event.NO_MEMORY
         if state is not CallState.SHARED or (self._short_runs > 1 and (full.is_alone or full.holds_nothing)):
             return Event.DOES_NOT_FIT
         return Event.NO_MEMORY if self._short_runs == 1 else Event.NO_MEMORY_AGAIN

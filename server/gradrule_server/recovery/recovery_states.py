@@ -8,8 +8,9 @@ engine ends, the call runs again:
 - The engine crashed while the call ran in it: the call may be the cause. A trial follows: it runs ALONE, in an
   engine in which nothing else runs. If that engine crashes too, the call is the culprit: its caller gets the error,
   and its graph goes into quarantine. If the call completes, its caller notices nothing but the time.
-- The engine has no memory left: it gets a new process, which holds nothing yet, and the call runs again. This says
-  nothing about the graph, so there is no quarantine; a call that does not fit alone fails with MEMORY_EXCEEDED.
+- The engine has no memory left: its idle programs are unloaded, or it gets a new process, which holds nothing yet, and
+  the call runs again. This says nothing about the graph, so there is no quarantine; a call that does not fit alone
+  fails with MEMORY_EXCEEDED.
 - While the call waits for its trial, another call may be found to be the culprit: then this one is cleared.
 
 `call_recovery` drives this machine: it runs the call as the state says, turns the outcome into an event, and looks up
@@ -69,7 +70,7 @@ class Event(enum.Enum):
     CLEARED = enum.auto()
     """Another call was found to be the culprit, or another call of the same graph completed alone."""
     NO_MEMORY = enum.auto()
-    """The engine has no memory left. Another process of the engine, which holds nothing yet, may have enough."""
+    """The engine has no memory left. Without its idle programs, or as another process, it may have enough."""
     NO_MEMORY_AGAIN = enum.auto()
     """The new process has no memory left either, beside other programs."""
     DOES_NOT_FIT = enum.auto()
@@ -93,6 +94,7 @@ TRANSITIONS: Mapping[tuple[CallState, Event], CallState] = MappingProxyType(
         (CallState.PINNED, Event.NOT_LOADED): CallState.PINNED,
         (CallState.PINNED, Event.ENGINE_ENDED): CallState.FAILED,
         (CallState.PINNED, Event.ENGINE_CRASHED): CallState.FAILED,
+        (CallState.PINNED, Event.NO_MEMORY): CallState.PINNED,
         (CallState.PINNED, Event.DOES_NOT_FIT): CallState.FAILED,
         (CallState.PINNED, Event.TRIED_TOO_OFTEN): CallState.FAILED,
         (CallState.ALONE, Event.COMPLETED): CallState.ANSWERED,

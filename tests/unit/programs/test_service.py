@@ -14,8 +14,8 @@ import pytest
 from google.protobuf.message import Message
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
-from gradrule_server.errors import GradruleError
-from gradrule_server.link.framing import Kind
+from gradrule_server.errors import GradruleError, NoMemoryLeft
+from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
@@ -142,6 +142,35 @@ async def _pull_back(fixture: Fixture) -> list[bytes]:
     await fixture.answered(handles.pull_back(raw, name, 0, _LATE), Kind.PULL_BACK)
     handles.close_all()
     return [link_pb2.PullBackRequest.FromString(fixture.engine.sent(Kind.PULL_BACK)[0]).request]
+
+
+async def test_pulling_back_without_memory_unloads_idle_programs_and_runs_once_more(tmp_path: Path) -> None:
+    fixture = Fixture(tmp_path)
+    handles = StreamHandles(fixture.handle_manager(), fixture.service)
+    forward = link_pb2.RawForwardRequest(evaluate=link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString()))
+    forward.evaluate.feeds.add(name="x")
+    answer = await fixture.answered(handles.forward(forward, 0, _LATE), Kind.FORWARD, link_pb2.ForwardReply())
+    name = link_pb2.RawForwardResponse.FromString(answer).handle
+    raw = evaluate_pb2.PullBackRequest(handle=name).SerializeToString()
+    full = link_pb2.Fault(reason=errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message="no memory is left", no_memory=True)
+
+    async def answer_last(count: int, kind: Kind, payload: bytes) -> None:
+        await fixture.engine.next(Kind.PULL_BACK, count)
+        sent = [number for kind, number, _ in fixture.engine.transport.sent if kind is Kind.PULL_BACK]
+        header = pack_header(kind, sent[-1], len(payload))
+        fixture.engine.fake.connection.data_received(header + payload)
+
+    call = asyncio.create_task(handles.pull_back(raw, name, 0, _LATE))
+    await answer_last(1, Kind.FAULT, full.SerializeToString())
+    await answer_last(2, Kind.RAN, b"")
+    await call
+    assert len(fixture.engine.sent(Kind.UNLOAD)) == 1
+    # There is nothing left to unload.
+    call = asyncio.create_task(handles.pull_back(raw, name, 0, _LATE))
+    await answer_last(3, Kind.FAULT, full.SerializeToString())
+    with pytest.raises(NoMemoryLeft):
+        await call
+    handles.close_all()
 
 
 async def _in_session(fixture: Fixture) -> list[bytes]:

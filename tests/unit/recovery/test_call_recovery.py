@@ -149,6 +149,22 @@ async def test_a_session_without_memory_does_not_run_again(loaded: LoadedProgram
     assert len(attempts.places) == 1
 
 
+@pytest.mark.parametrize(("errors", "runs"), [([full()], 2), ([full(), full()], 0)])
+async def test_a_session_loads_a_program_once_more_without_idle_ones(
+    loaded: LoadedPrograms, errors: list[NoMemoryLeft], runs: int
+) -> None:
+    attempts = Attempts(*errors)
+    [engine] = loaded.pool.engines
+    recovery = recover(loaded, pinned=engine)
+    recovery.is_building = True
+    if runs:
+        assert await recovery.run(program(), attempts) == runs
+    else:
+        with pytest.raises(NoMemoryLeft):
+            await recovery.run(program(), attempts)
+    assert attempts.places == [engine, engine]
+
+
 async def test_a_suspect_that_completes_its_trial_gets_its_answer(loaded: LoadedPrograms) -> None:
     attempts = Attempts(lost())
     assert await run(loaded, attempts) == 2
