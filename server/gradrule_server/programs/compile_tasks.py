@@ -38,7 +38,8 @@ class _Compilation:
         is_large: Whether its spec is large.
         limit_at: Loop time until which it may go on without a call.
         calls: How many calls wait for it.
-        outlives_calls: Whether it goes on without a call: the deadline of one has passed.
+        is_late: Whether the deadline of a call has passed, which was told that it goes on.
+        outlives_calls: Whether it goes on without a call.
     """
 
     task: asyncio.Task[Any]
@@ -46,6 +47,7 @@ class _Compilation:
     is_large: bool
     limit_at: float
     calls: int = 0
+    is_late: bool = False
     outlives_calls: bool = False
 
 
@@ -136,20 +138,19 @@ class CompileTasks:
         if left_s is not None:
             found.recovery.extend(recovery.ends_at, min(recovery.turn_ends_at or math.inf, loop.time() + left_s))
         found.calls += 1
-        is_late = False
         try:
             await asyncio.wait({found.task}, timeout=left_s)
             if found.task.done():
                 return found.task.result()
-            is_late = True
+            found.is_late = True
         except asyncio.CancelledError:
             # Clients cancel calls at their deadlines too.
-            is_late = 0 < recovery.ends_at <= loop.time() + EARLY_S
+            found.is_late |= 0 < recovery.ends_at <= loop.time() + EARLY_S
             raise
         finally:
             found.calls -= 1
             if not (found.calls or found.task.done()):
-                self._leave(key, found, is_late=is_late)
+                self._leave(key, found)
         if found.calls or found.outlives_calls:
             outcome = "this goes on: send the call again later to find it done"
         else:
@@ -159,11 +160,11 @@ class CompileTasks:
             errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"the program was not compiled before the deadline; {outcome}"
         )
 
-    def _leave(self, key: Hashable, found: _Compilation, *, is_late: bool) -> None:
+    def _leave(self, key: Hashable, found: _Compilation) -> None:
         """Lets a compilation that no call waits for any more go on, or cancels it."""
         if found.outlives_calls:
             return
-        if is_late and self._running.get(key) is found and self._may_outlive(found):
+        if found.is_late and self._running.get(key) is found and self._may_outlive(found):
             found.outlives_calls = True
             self._check(key, found)
         else:

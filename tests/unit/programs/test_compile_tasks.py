@@ -106,6 +106,16 @@ async def test_a_compilation_ends_if_its_only_call_is_cancelled(fixture: Fixture
     assert await again == "result 2"
 
 
+async def test_a_compilation_goes_on_for_a_late_call_although_another_is_cancelled(fixture: Fixture) -> None:
+    cancelled = fixture.call(_LONG_S)
+    assert "goes on" in await fixture.call_late()
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    fixture.gate.set()
+    await wait_for_condition(lambda: fixture.ended or fixture.cancelled)
+    assert (fixture.ended, fixture.cancelled) == (1, 0)
+
+
 async def test_a_call_cancelled_at_its_deadline_is_late(fixture: Fixture) -> None:
     """Clients cancel calls at their deadlines."""
     call = fixture.call(0.4)
