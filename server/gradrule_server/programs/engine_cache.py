@@ -175,6 +175,8 @@ class EngineProgramCache:
         self._generation = 0
         self._loads: OrderedDict[str, Load] = OrderedDict()
         self._last_number = 0
+        self._emptied_at = 0.0
+        """Loop time when idle programs were unloaded last, because no memory was left."""
         self._started = 0
         """Loads that the current process started."""
 
@@ -260,12 +262,13 @@ class EngineProgramCache:
         is_used = self._engine.load or self._engine.kept
         return self._started == 1 and load.generation == self._engine.generation and not is_used
 
-    def make_room(self, load: Load) -> None:
+    def make_room(self, load: Load, since: float) -> None:
         """Frees the engine's memory, in which there is none left for a program.
 
-        Unloads all idle programs. If there are none, the engine gets a new process if possible.
+        Unloads all idle programs. If there are none, the engine gets a new process if possible. Does nothing if another
+        call has unloaded programs after `since` (loop time), when this call began: it may have enough memory now.
         """
-        if load.generation != self._engine.generation:
+        if load.generation != self._engine.generation or since < self._emptied_at:
             return
         if not self.unload_idle() and self._engine.recycle():
             # Loading all again would fill the new process again.
@@ -276,6 +279,8 @@ class EngineProgramCache:
         idle = list(self._idle())
         for load in idle:
             self._unload(load, "memory")
+        if idle:
+            self._emptied_at = asyncio.get_running_loop().time()
         return bool(idle)
 
     def _start(self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool) -> Load:

@@ -277,7 +277,7 @@ class KnownCalls:
             self._loaded.forget(load)
             return None
         except NoMemoryLeft as full:
-            self._loaded.make_room(load, full)
+            self._loaded.make_room(load, full, now)
             return None
         finally:
             load.holders -= 1

@@ -97,12 +97,12 @@ class LoadedPrograms:
             EngineLost: The tenant has no engine.
             GradruleError: BLOB_NOT_FOUND, ENGINE_UNAVAILABLE.
         """
-        engine = engine or self._best(program)
+        engine, since = engine or self._best(program), asyncio.get_running_loop().time()
         with engine.held(), self._engine_cache(engine).hold(program, ends_at, recorder) as load:
             try:
                 yield load
             except NoMemoryLeft as full:
-                self.make_room(load, full)
+                self.make_room(load, full, since)
                 raise
 
     @contextlib.asynccontextmanager
@@ -154,12 +154,15 @@ class LoadedPrograms:
         load.check()
         return answer
 
-    def make_room(self, load: Load, full: NoMemoryLeft) -> None:
-        """Frees the memory of an engine that has none left for a program; completes the error."""
+    def make_room(self, load: Load, full: NoMemoryLeft, since: float) -> None:
+        """Frees the memory of an engine that has none left for a program; completes the error.
+
+        `since`: Loop time at which the call began.
+        """
         cache = self._engine_cache(load.engine)
         full.is_alone = cache.is_only(load)
         if not full.holds_nothing:
-            cache.make_room(load)
+            cache.make_room(load, since)
 
     def unload_idle(self, engine: Engine) -> bool:
         """Unloads all programs that no call uses from an engine without memory. Returns whether there were any."""

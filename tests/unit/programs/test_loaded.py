@@ -209,6 +209,21 @@ async def test_idle_programs_are_unloaded_before_an_engine_without_memory_is_rep
     assert process.ended_with.reason is EndReason.FULL
 
 
+async def test_calls_without_memory_at_the_same_time_unload_idle_programs_once(blobs: BlobStore) -> None:
+    """The first of them makes room, so the engine is not replaced for the others."""
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    idle = await load(loaded, engine, program("a"), 1)
+    process = engine.fake
+    users = [asyncio.create_task(use(loaded, program("b"))) for _ in range(3)]
+    engine.answer(await engine.next(Kind.COMPILE, 2), Kind.FAULT, _NO_MEMORY.SerializeToString())
+    for user in users:
+        with pytest.raises(NoMemoryLeft):
+            await user
+    assert unloaded(engine) == [idle]
+    assert not process.is_killed
+
+
 async def test_cancelled_caller_does_not_cancel_the_load_of_others(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
