@@ -341,6 +341,7 @@ class Tenants:
                 break
             del self._idle[name], self._tenants[name]
             self._followed.pop(name, None)
+            tenant.program_service.compile_tasks.cancel()
             tenant.blobs.forget_limits()
         caches = [tenant.program_service.cache for tenant in self._tenants.values()]
         # One program may be of any size.

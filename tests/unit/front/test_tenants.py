@@ -19,9 +19,12 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.front import tenants as module
 from gradrule_server.front.tenants import SharedResources, Tenant, Tenants
 from gradrule_server.limits import QUOTA_RESOURCES, TENANT_RESOURCES
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import SessionKey, StoredKey
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.runner import RunOnce
+from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.store import Store
@@ -33,7 +36,9 @@ READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[SharedResources]:
     """Shared resources with a fake engine pool, which these tests do not use."""
-    pool: Any = SimpleNamespace(on_filled=[], on_removed=[], workers=None, memory_limit=0)
+    pool: Any = SimpleNamespace(
+        on_filled=[], on_removed=[], workers=None, memory_limit=0, is_kept_waiting_by=lambda owner: False
+    )
     with contextlib.closing(Store(tmp_path)) as store:
         blobs = BlobStore(tmp_path / "blobs", 1000)
         yield SharedResources(
@@ -99,6 +104,28 @@ async def test_idle_tenants_are_unloaded(found: Tenants) -> None:
 
 
 @pytest.mark.usefixtures("trimming")
+async def test_compilations_of_an_unloaded_tenant_end(found: Tenants) -> None:
+    """They go on after the deadlines of its calls, but nobody would find their programs."""
+    ada = await found.load("ada")
+    cancelled = asyncio.Event()
+
+    async def compile(recovery: CallRecovery[Engine]) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    recovery = ada.program_service.runner.recovery(RunOnce(asyncio.get_running_loop().time() + 0.05))
+    with pytest.raises(GradruleError, match="this goes on"):
+        await ada.program_service.compile_tasks.run("program", recovery, compile)
+    pass_by(found, ada)
+    for number in range(10):
+        pass_by(found, await found.load(f"t{number}"))
+    assert found.get_loaded("ada") is None
+    await asyncio.wait_for(cancelled.wait(), 10)
+
+
+@pytest.mark.usefixtures("trimming")
 async def test_reloaded_tenant_has_its_stored_rules_and_programs(found: Tenants, shared: SharedResources) -> None:
     ada = await found.load("ada")
     ada.rules.create("Mine", DEFINITION, "")
@@ -120,7 +147,7 @@ async def test_reloaded_tenant_has_its_stored_rules_and_programs(found: Tenants,
 
 @pytest.mark.usefixtures("trimming")
 async def test_programs_of_all_tenants_are_limited_together(found: Tenants) -> None:
-    program: Any = SimpleNamespace(size=400)
+    program: Any = SimpleNamespace(size=400, loadable=SimpleNamespace(file_sizes={}))
     for name in ("ada", "bob"):
         tenant = await found.load(name)
         found.retain(tenant)
