@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 
 from tests.policy import gradients
@@ -49,8 +51,12 @@ def test_sample_has_the_outcomes_of_the_page(listed: list[Case]) -> None:
 def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch, listed: list[Case]) -> None:
     """Without the replaced gradients, TensorFlow's are wrong where it says that they are."""
     from gradrule_server.engine import op_gradients
+    from gradrule_server.engine.gradient_templates import TEMPLATES
 
     monkeypatch.setattr(op_gradients, "_REPLACED", {})
+    # Those of other tests have the right gradients, and later tests must not get the wrong ones.
+    monkeypatch.setattr(TEMPLATES, "_templates", OrderedDict())
+    TEMPLATES.clear()
     some = [case for case in listed if case.op in ("PadV2", "Xlogy", "DynamicStitch")]
     wrong = {case.op for case, outcome in gradients.outcomes(some) if outcome.startswith(gradients.WRONG)}
     assert wrong == {"PadV2", "Xlogy", "DynamicStitch"}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import resource
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +22,7 @@ from gradrule_server.engine.graph_import import label_varying
 from gradrule_server.engine.memory_estimate import Estimator, MemoryNeed, static_bytes
 from gradrule_server.errors import Finding, NoMemoryLeft, error
 from gradrule_server.link.framing import FrameSocket, Kind
-from gradrule_server.link.operating_system import HeapTrimmer, allocated_bytes, map_large_blocks
+from gradrule_server.link.operating_system import HeapTrimmer, allocated_bytes, map_large_blocks, status_bytes
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import input_numbers
 
@@ -70,10 +68,10 @@ def limit_memory(limit: int, threads: int = 0) -> None:
     and TensorFlow's.
     """
     _ProcessLimit.bytes, _ProcessLimit.first_allocated = limit, allocated_bytes()
-    _ProcessLimit.first_resident = _status("RssAnon")
+    _ProcessLimit.first_resident = status_bytes("RssAnon")
     if not limit:
         return
-    reserved = max(0, _status("VmData") - _ProcessLimit.first_resident)
+    reserved = max(0, status_bytes("VmData") - _ProcessLimit.first_resident)
     most = limit + reserved + _stack_bytes() * (threads + _TF_THREADS_PER_CORE * len(os.sched_getaffinity(0)))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
@@ -85,7 +83,9 @@ def memory_error(what: str) -> NoMemoryLeft:
     """Returns MEMORY_EXCEEDED for a request for which no memory is left, with what was in use and the limit."""
     limit = f"{_format_bytes(_ProcessLimit.bytes)} (--memory-limit)" if _ProcessLimit.bytes else "the machine's memory"
     # What failed has freed its memory by now, so the most that was ever in use says more.
-    used = _format_bytes(max(_status("RssAnon"), _status("VmHWM") - _status("RssFile") - _status("RssShmem")))
+    used = _format_bytes(
+        max(status_bytes("RssAnon"), status_bytes("VmHWM") - status_bytes("RssFile") - status_bytes("RssShmem"))
+    )
     message = f"no memory is left; up to {used} of {limit} were in use: {what}. {_REMEDY}"
     holds_nothing = allocated_bytes() - _ProcessLimit.first_allocated < _NOTHING_SHARE * _ProcessLimit.bytes
     return NoMemoryLeft([Finding(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)], holds_nothing=holds_nothing)
@@ -161,16 +161,6 @@ def _stack_bytes() -> int:
     """Returns the size of a new thread's stack, which glibc takes from the limit of the main thread's."""
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
     return _MAX_STACK if soft == resource.RLIM_INFINITY else min(soft, _MAX_STACK)
-
-
-def _status(field: str) -> int:
-    """Returns a size of this process from `/proc/self/status`, in bytes; 0 if there is none."""
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    found = re.search(rf"^{field}:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
 
 
 class MemoryCheck:

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import platform
+import re
 import resource
 import struct
 from collections import deque
@@ -230,7 +231,7 @@ class HeapTrimmer:
     def _unused(self) -> int:
         """Returns the bytes that this process has taken and malloc does not use; they include Python's own objects."""
         found: _MallocInfo = self._info() if self._info is not None else _MallocInfo()
-        return _resident_bytes() - _allocated(found)
+        return status_bytes("RssAnon") - _allocated(found)
 
 
 def _allocated(info: _MallocInfo) -> int:
@@ -238,12 +239,28 @@ def _allocated(info: _MallocInfo) -> int:
     return int(info.uordblks) + int(info.hblkhd)
 
 
-def _resident_bytes() -> int:
-    """Returns the anonymous memory of this process, bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    return 0
+class _OwnStatus:
+    """The open file `/proc/self/status` of this process.
+
+    It stays open, because a sandboxed process that is short of memory may be unable to open it again: the kernel has
+    then forgotten the folder that the sandbox grants.
+    """
+
+    pid = 0
+    file = -1
+
+
+def status_bytes(name: str) -> int:
+    """Returns a size of this process that `/proc/self/status` names, bytes; 0 if it is not known."""
+    try:
+        if _OwnStatus.pid != os.getpid():
+            _OwnStatus.file = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+            _OwnStatus.pid = os.getpid()
+        text = os.pread(_OwnStatus.file, 1 << 14, 0).decode(errors="replace")
+    except OSError:
+        return 0
+    found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
 
 
 def _container_limits(
