@@ -106,16 +106,15 @@ def _chain(nodes: int) -> gr.Graph:
 
 
 def _weight_values(mib: int, seed: int) -> Any:
-    return np.random.default_rng(seed).normal(size=(64, mib * (1 << 20) // 4 // 64)).astype(np.float32)
+    return np.random.default_rng(seed).random((64, mib * (1 << 20) // 4 // 64), np.float32) - np.float32(0.5)
 
 
 def _weights(mib: int, seed: int = 0) -> gr.Graph:
     """Returns a graph with a constant of this size: y = sum(relu(x @ w))."""
-    columns = mib * (1 << 20) // 4 // 64
 
     def build() -> None:
         x = placeholder("x", tf.float32, (None, 64))
-        weights = tf.constant(np.random.default_rng(0).normal(size=(64, columns)).astype(np.float32))
+        weights = tf.constant(_weight_values(mib, seed))
         tf.identity(tf.reduce_sum(tf.nn.relu(x @ weights), 1), name="y")
 
     return gr.Graph.from_bytes(build_graph_def(build).SerializeToString())
@@ -178,14 +177,18 @@ def test_idle_programs_are_unloaded_before_an_engine_is_full(
 def test_programs_that_fit_alone_are_never_refused(
     small: RunningServer, client: Any, metric: Callable[[str], float]
 ) -> None:
-    """All together are more than the limit, in turn and again."""
-    graphs, (rule,) = [_weights(24, seed) for seed in range(6)], _rules(client, 1)
+    """Their weights and the engine itself are more than the limit; they are used in turn and again."""
+    graphs, (rule,) = [_weights(200, seed) for seed in range(5)], _rules(client, 1)
+    before, unloaded = client.server_status().engines, metric(_UNLOADED)
     first = [_gradient(client, graph, 64, rule) for graph in graphs]
+    assert len({gradient.tobytes() for gradient in first}) == len(graphs)
     for graph, wanted in zip(graphs, first, strict=True):
         np.testing.assert_array_equal(_gradient(client, graph, 64, rule), wanted)
-    loaded = sum(engine.programs for engine in client.server_status().engines)
-    assert loaded >= len(graphs) or metric(_UNLOADED) > 0
-    assert not client.server_status().quarantined_programs
+    status = client.server_status()
+    loaded = sum(engine.programs for engine in status.engines)
+    assert loaded >= len(graphs) or metric(_UNLOADED) > unloaded
+    assert [engine.pid for engine in status.engines] == [engine.pid for engine in before]
+    assert not status.quarantined_programs
 
 
 def test_program_that_does_not_fit_alone_is_told_so(client: Any) -> None:

@@ -80,8 +80,8 @@ class BlobReader:
         found = self._maps.get(path)
         if found is None:
             with open(path, "rb") as file:
-                # Private, so that TensorFlow may use the memory as its own; nothing writes to it.
-                found = self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                # Private memory that can be written counts towards the limit of the address space, this does not.
+                found = self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return found
 
     def array(self, blob: tensor_pb2.BlobTensor, what: str, field: str) -> NDArray[Any]:
@@ -113,7 +113,7 @@ class BlobReader:
             )
         little = dtype.newbyteorder("<")
         # An empty file cannot be mapped.
-        array = np.memmap(path, little, "c", shape=sizes) if wanted else np.empty(sizes, little)
+        array = np.memmap(path, little, "r", shape=sizes) if wanted else np.empty(sizes, little)
         return array.astype(dtype, copy=False)
 
     def _path(self, name: str) -> Path | None:
@@ -212,6 +212,17 @@ def _invalid(message: str, field: str) -> GradruleError:
 _Key = tuple[str, str, int, tuple[int, ...]]
 
 
+class _Exported:
+    """Offers read-only memory to NumPy as if it could be written, since NumPy exports no other memory with DLPack.
+
+    TensorFlow does not write to memory that it did not allocate, even where it computes in place.
+    """
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
 class VariableCache:
     """Keeps values of variables on the device, by tenant, hash, type and shape, while programs use them. Thread-safe.
 
@@ -260,7 +271,7 @@ class VariableCache:
     def _convert(self, array: NDArray[Any], dtype: tf.DType, *, is_mapped: bool) -> tf.Tensor:
         """Returns a tensor of an array; it uses the memory of a mapped file if TensorFlow can."""
         if is_mapped and self._shares_memory and dtype in _MAPPED_DTYPES and array.size:
-            shared = np.asarray(array).view(np.uint16) if dtype == tf.bfloat16 else np.asarray(array)
+            shared = np.asarray(_Exported(array.view(np.uint16) if dtype == tf.bfloat16 else array))
             tensor = tf.experimental.dlpack.from_dlpack(shared.__dlpack__())
             return tf.bitcast(tensor, dtype) if dtype == tf.bfloat16 else tensor
         return tf.constant(array, dtype=dtype)

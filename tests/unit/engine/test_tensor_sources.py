@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,41 @@ def test_kept_values_are_mapped_once_and_not_copied(folder: Path, dtype: tf.DTyp
     assert Path("/proc/self/maps").read_text().count(str(folder / ".kept-7")) == 1
     del first, second
     assert str(folder / ".kept-7") not in Path("/proc/self/maps").read_text()
+
+
+def test_kept_values_take_no_space_for_data(folder: Path) -> None:
+    """`--memory-limit` limits that space."""
+
+    def data_bytes() -> int:
+        [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")]
+        return int(line.split()[1]) * 1024
+
+    with (folder / ".kept-7").open("wb") as file:
+        file.truncate(256 << 20)
+    before = data_bytes()
+    [tensor] = VariableCache(BlobReader(folder)).tensors([_kept(tf.float32, 0, 64 << 20)])
+    assert data_bytes() - before < 64 << 20
+    assert tensor.shape == (64 << 20,)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_tensorflow_does_not_write_to_kept_values(folder: Path, jit: bool) -> None:
+    """That memory is read-only: writing to it would end the process."""
+    values = _VALUES.astype(np.float32).tobytes() * 32
+    (folder / ".kept-7").write_bytes(values)
+
+    def read() -> Any:
+        """Returns a tensor that nothing else refers to."""
+        [tensor] = VariableCache(BlobReader(folder)).tensors([_kept(tf.float32, 0, 32000)])
+        return tensor
+
+    double: Any = tf.function(lambda x: tf.reshape(x, [-1, 10]) * 2.0, jit_compile=jit)
+    double(read())
+    variable: Any = tf.Variable(read())
+    add: Any = tf.function(variable.assign_add, jit_compile=jit)
+    add(tf.ones(32000))
+    tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=1.0, delta=tf.ones(32000))
+    assert (folder / ".kept-7").read_bytes() == values
 
 
 @pytest.mark.parametrize("name", ["../.kept-7", ".kept-", "kept", "a" * 64])
