@@ -172,6 +172,20 @@ def test_a_new_engine_loads_the_constants_again(own_server: RunningServer, graph
         assert_close(client.evaluate(graph, {"x": _X}, fetches=["y"]).outputs["y"], y)
 
 
+def test_a_stored_program_has_its_constants_after_a_crash_of_the_server(tmp_path: Path, graph: gr.Graph) -> None:
+    for is_first in (True, False):
+        with running_server(tmp_path, ("--device", "cpu")) as running, gr.connect(running.target) as client:
+            assert not is_first or not _kept(tmp_path)
+            program = client.compile(graph, name="kept", fetches=["y"]) if is_first else client.program("kept")
+            y = program.evaluate({"x": _X}).outputs["y"]
+            assert_close(y, _local(_X, _TOP))
+            # What the last server left is gone.
+            assert len(_kept(tmp_path)) == 1
+            os.kill(running.process.pid, signal.SIGKILL)
+            running.process.wait()
+            assert len(_kept(tmp_path)) == 1
+
+
 _MANY_BYTES = 160 << 20
 
 
