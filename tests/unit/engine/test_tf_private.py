@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2
+from tensorflow.core.protobuf import rewriter_config_pb2
 
 from gradrule.common import op_definitions
 from gradrule_server.engine import tf_private
@@ -107,3 +110,17 @@ def test_gradients_built_in_another_graph_are_called_with_other_captures() -> No
     assert outer(tf.constant(3.0)).numpy() == 6.0
     (found,) = tf_private.call_with_captures(kept[0], [tf.constant(2.0)], [tf.constant(5.0)])
     assert found.numpy() == 20.0
+
+
+def test_only_sessions_of_loops_run_a_pass_of_the_graph_optimizer() -> None:
+    def chosen(build: Callable[[tf.Tensor], tf.Tensor]) -> rewriter_config_pb2.RewriterConfig:
+        rewrites = rewriter_config_pb2.RewriterConfig()
+        with tf.Graph().as_default() as graph:
+            build(tf.compat.v1.placeholder(tf.float32, [3]))
+        tf_private._limit_optimizer(rewrites, graph)
+        return rewrites
+
+    plain = chosen(tf.tanh)
+    loop = chosen(lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, v * 2.0), (0, x))[1])
+    assert plain.disable_meta_optimizer and not plain.optimizers
+    assert not loop.disable_meta_optimizer and list(loop.optimizers) == ["dependency"]
