@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule_server.identity.token_file import add_token, new_token
+from gradrule_server.limits import MEMORY_SHARES
 from tests.service.graph_defs import build_graph_def, placeholder
 from tests.service.servers import running_server
 from tests.waiting import wait_until
@@ -37,6 +38,7 @@ Connect = Callable[[str], gr.Client]
 @contextlib.contextmanager
 def container(folder: Path, size: int, tenants: int, *flags: str) -> Iterator[Connect]:
     """Starts a server in a container of `size` bytes, and returns what connects the tenants `0`, `1`, … and `admin`."""
+    folder.mkdir(exist_ok=True)
     given = {}
     for tenant in (_ADMIN, *map(str, range(tenants))):
         given[tenant], token = new_token(tenant, is_admin=tenant == _ADMIN)
@@ -86,17 +88,20 @@ def test_thirty_two_tenants_keep_their_programs_in_a_container_of_4_gb(tmp_path:
 
 
 def test_tenants_take_turns_where_memory_is_short_and_status_says_so(tmp_path: Path) -> None:
-    """The engines' share is just about what the process takes that all engines are forked from."""
+    """The engines of four of five tenants fill the engines' share, as a server with more memory measures it."""
     tenants = 5
-    with container(tmp_path, 400 << 20, tenants) as connect:
-        clients = [connect(str(number)) for number in range(tenants)]
 
-        def work(number: int) -> None:
-            for _ in range(4):
-                call(clients[number], number + 1)
+    def work(client: gr.Client) -> None:
+        for factor in (*range(1, 9), 1, 2):
+            call(client, factor)
 
+    with container(tmp_path / "large", 4 << 30, tenants) as connect:
+        for number in range(tenants - 1):
+            work(connect(str(number)))
+        enough = connect(_ADMIN).server_status().engine_use.memory_bytes.used
+    with container(tmp_path / "small", int(enough / MEMORY_SHARES["engines"]), tenants) as connect:
         with futures.ThreadPoolExecutor(tenants) as threads:
-            list(threads.map(work, range(tenants)))
+            list(threads.map(work, [connect(str(number)) for number in range(tenants)]))
         use = connect(_ADMIN).server_status().engine_use
         assert sum(use.evictions.values()) > 0
         assert set(use.evictions) <= {"turn", "memory"}

@@ -82,23 +82,27 @@ class WatchedFile(Generic[T]):
             # A file can become readable without a change of its stamp, so read it again after a failure too. A file
             # that is being written is read once more when that has ended, since stamps are not exact.
             if stamp != self._stamp or self._problem or not self._is_settled:
-                self._is_settled = stamp is None or not self._is_being_written(stamp)
-                self._stamp = stamp
-                self._read_again()
+                self._read_again(stamp)
             if self._problem:
                 self._warning.report(self._problem + self._consequence())
             else:
                 self._warning.report(None)
 
-    def _read_again(self) -> None:
+    def _read_again(self, stamp: _FileStamp | None) -> None:
+        """Reads the file, whose stamp was just `stamp`."""
+        was_being_written = stamp is not None and self._is_being_written(stamp)
+        self._stamp = stamp
         try:
             value = self._read(self._path)
-            self._value = value if self._is_settled or self._merge is None else self._merge(self._value, value)
         except self._failure as cause:
             if not self._problem:
                 self._failed_at = time.monotonic()
             self._problem = str(cause)
+            self._is_settled = not was_being_written
         else:
+            # A complete file may be written in place between the look at its stamp and the end of its reading.
+            self._is_settled = not was_being_written and self._read_stamp() == stamp
+            self._value = value if self._is_settled or self._merge is None else self._merge(self._value, value)
             self._problem = ""
             _log.info("%s was read again", self._path)
 

@@ -25,6 +25,7 @@ from gradrule_server.identity.token_file import (
     read_tokens,
     revoke_tokens,
 )
+from gradrule_server.identity.watched_file import WatchedFile
 from gradrule_server.registry.store import Store
 
 
@@ -275,6 +276,30 @@ def test_change_within_one_tick_of_the_clock_of_files_is_read(tmp_path: Path) ->
     settle(file)
     tokens.refresh()
     assert tokens.find(first) is None
+
+
+def test_token_stays_valid_if_its_file_is_written_in_place_right_after_it_was_replaced(tmp_path: Path) -> None:
+    """The file is emptied between the look at the complete file and its reading."""
+    path, new = tmp_path / "tokens", tmp_path / "new"
+    path.write_text("a b")
+    reads = 0
+
+    def read(path: Path) -> frozenset[str]:
+        nonlocal reads
+        reads += 1
+        if reads == 2:
+            path.write_text("")
+        return frozenset(path.read_text().split())
+
+    file = WatchedFile(path, read, OSError, merge=frozenset.union)
+    new.write_text("a b c")
+    new.rename(path)
+    file.refresh()
+    assert file.value() == {"a", "b"}
+    path.write_text("a c")
+    settle(path)
+    file.refresh()
+    assert file.value() == {"a", "c"}
 
 
 def test_valid_tokens_are_accepted_while_a_file_changes_in_every_way(tmp_path: Path) -> None:
