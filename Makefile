@@ -38,7 +38,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-kernels test-models test-peers test-console test-bridges cluster-test postgres redis nginx kubectl placement lint format proto client proto-baseline tables op-policy gradients docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-kernels test-models test-peers test-console test-bridges cluster-test postgres redis nginx kubectl placement lint size format proto client proto-baseline tables op-policy gradients docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -90,6 +90,7 @@ lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.instal
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python tools/size.py
 	$(NODE_CLIENT)/node_modules/.bin/buf lint
 	$(NODE_CLIENT)/node_modules/.bin/buf breaking --against protos/baseline.binpb
 	$(TOOLS)/bin/python tools/generate_protos.py --check
@@ -97,6 +98,9 @@ lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.instal
 	$(VENV)/bin/python tools/generate_sync_client.py --check
 	cd $(NODE_CLIENT) && npm run --silent lint
 	cd $(CONSOLE) && npm run --silent lint
+
+size: $(VENV)/.installed ## count the server's lines and modules against the budget in pyproject.toml; ARGS=--update sets it
+	$(VENV)/bin/python tools/size.py $(ARGS)
 
 format: $(VENV)/.installed ## format the Python code
 	$(VENV)/bin/ruff check --fix
