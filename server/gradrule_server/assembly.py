@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,7 @@ from gradrule_server.link.operating_system import available_memory, engine_memor
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.operations.operations import OperationsSettings
-from gradrule_server.operations.status import CacheStatus, QueueStatus, RegistryStatus, Sources
-from gradrule_server.operations.status import Quarantined as QuarantinedStatus
+from gradrule_server.operations.status import CacheStatus, RegistryStatus, Sources
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
@@ -35,11 +33,6 @@ from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.data_folder import BLOBS
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
-
-_log = logging.getLogger(__name__)
-
-# Logs show the beginning of a digest, which is enough to recognise it.
-_DIGEST_SHOWN = 16
 
 # An idle engine with a small program takes 26 MiB; what engines really take is measured, see `EnginePool.memory_share`.
 _MEMORY_PER_ENGINE = 64 * 1024 * 1024
@@ -187,24 +180,15 @@ def create_engine_pool(settings: Settings, blobs: BlobStore, on_change: Callable
 
 
 def create_loaded_programs(
-    settings: Settings, pool: EnginePool, blobs: BlobStore, on_quarantine: Callable[[str], None]
+    settings: Settings, pool: EnginePool, blobs: BlobStore, on_quarantine: Callable[[Quarantine], None]
 ) -> LoadedPrograms:
-    """Returns the cache of programs that engines have loaded.
-
-    `on_quarantine` is called with the program and the reason when a program is quarantined.
-    """
-
-    def report_quarantine(found: Quarantine) -> None:
-        digest = found.workload.graph[:_DIGEST_SHOWN]
-        _log.warning("programs of the graph %s are refused: %s", digest, found.cause)
-        on_quarantine(f"{digest}: {found.cause}")
-
+    """Returns the cache of programs that engines have loaded."""
     return LoadedPrograms(
         pool,
         blobs,
         settings.program_cache,
         settings.program_cache_bytes,
-        CrashHistory(settings.quarantine_s, report_quarantine),
+        CrashHistory(settings.quarantine_s, on_quarantine),
     )
 
 
@@ -266,7 +250,6 @@ def create_sources(
     gateway_ends: Mapping[str, int],
 ) -> Sources:
     """Returns what metrics and status read. `gateway_ends`: counts HTTP gateways that ended, by reason."""
-    limits = {resource.name: settings.tenant_limit(resource.name) for resource in TENANT_RESOURCES}
     database, blobs = store.database, settings.blobs or str(settings.data_dir / BLOBS)
 
     def caches() -> Sequence[CacheStatus]:
@@ -284,12 +267,6 @@ def create_sources(
             ),
         )
 
-    def quarantined() -> Sequence[QuarantinedStatus]:
-        return [
-            QuarantinedStatus(found.workload.graph[:_DIGEST_SHOWN], found.cause, found.left_s)
-            for found in loaded.crash_history.quarantines()
-        ]
-
     def registry() -> RegistryStatus:
         since = database.away_since
         away_s = None if since is None else time.monotonic() - since
@@ -297,17 +274,16 @@ def create_sources(
 
     return Sources(
         engines=loaded.pool,
-        workers=loaded.pool.workers,
-        tenants=tenants,
-        queue=lambda: QueueStatus(admission.in_flight, settings.server_limit("requests")),
+        tenants=tenants.status,
+        in_flight=lambda: admission.in_flight,
+        max_in_flight=settings.server_limit("requests"),
         caches=caches,
-        quarantined=quarantined,
-        limits=limits,
-        tensorflow_version=lambda: loaded.pool.greeting.tensorflow_version,
-        version=__version__,
+        quarantines=loaded.crash_history.quarantines,
+        limits={resource.name: settings.tenant_limit(resource.name) for resource in TENANT_RESOURCES},
         registry=registry,
         blob_cache=blob_store.cache_use,
-        helper_ends=lambda: {**loaded.pool.helper_ends, "gateway": gateway_ends},
+        gateway_ends=gateway_ends,
+        version=__version__,
     )
 
 

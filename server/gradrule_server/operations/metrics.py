@@ -6,22 +6,17 @@ a limited number of tenants; the others are counted as `other`.
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections import Counter
+import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from gradrule_server.limits import REPORTED_RESOURCES
 from gradrule_server.link.monitor import EngineStatus
 from gradrule_server.operations.request_record import UNKNOWN_TENANT, RequestRecord
-from gradrule_server.operations.status import BlobCache, Snapshot, WorkerStatus
-
-Labels = tuple[str, ...]
+from gradrule_server.operations.status import Sources
 
 OTHER = "other"
 MAX_TENANTS = 50
@@ -60,76 +55,6 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
 }
 
 
-class EventLoopCounter:
-    """A counter that one thread increases, without a lock; readers on other threads copy the values first.
-
-    A request adds to a dozen counters, and prometheus_client's own counters lock on each call.
-
-    Args:
-        name: The metric's name without `_total`.
-        text: Its description.
-        labels: Names of its labels; `add` takes their values in this order.
-    """
-
-    def __init__(self, name: str, text: str, *labels: str) -> None:
-        self._name = name
-        self._text = text
-        self._labels = labels
-        self._counts: dict[Labels, float] = {} if labels else {(): 0.0}
-
-    def add(self, *labels: str, by: float = 1.0) -> None:
-        """Increases the counter of these label values."""
-        counts = self._counts
-        counts[labels] = counts.get(labels, 0.0) + by
-
-    def metric(self) -> Metric:
-        """Returns the values for Prometheus."""
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, count in self._counts.copy().items():
-            family.add_metric(labels, count)
-        return family
-
-
-class EventLoopHistogram:
-    """A histogram, see `EventLoopCounter`.
-
-    Args:
-        name: The metric's name.
-        text: Its description.
-        bounds: Upper bounds of the buckets, ascending; larger values are counted in one more bucket.
-        labels: Names of its labels; `add` takes their values in this order.
-    """
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float], *labels: str) -> None:
-        self._name = name
-        self._text = text
-        self._bounds = tuple(bounds)
-        self._labels = labels
-        self._counts: dict[Labels, list[float]] = {} if labels else {(): self._zeros()}
-
-    def add(self, value: float, *labels: str) -> None:
-        """Adds a value to the bucket that it belongs to."""
-        counts = self._counts.get(labels)
-        if counts is None:
-            counts = self._counts[labels] = self._zeros()
-        counts[bisect.bisect_left(self._bounds, value)] += 1
-        counts[-1] += value
-
-    def metric(self) -> Metric:
-        """Returns the values for Prometheus, whose buckets include all smaller values."""
-        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        for labels, own in self._counts.copy().items():
-            *counts, total = own.copy()
-            buckets = list(zip(names, itertools.accumulate(counts), strict=True))
-            family.add_metric(labels, buckets, total)
-        return family
-
-    def _zeros(self) -> list[float]:
-        """Returns counts for all buckets, followed by the sum of the values."""
-        return [0.0] * (len(self._bounds) + 2)
-
-
 class TenantLabels:
     """Gives the first tenants their name as a label, and all later ones `other`.
 
@@ -150,186 +75,169 @@ class TenantLabels:
         return tenant
 
 
-class Metrics:
+class Metrics(Collector):
     """A sink that counts ended requests, and the registry that Prometheus reads."""
 
     def __init__(self, tenants: TenantLabels | None = None) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # it takes and returns nothing
         self.registry = CollectorRegistry()
         self.tenants = tenants or TenantLabels()
-        self._requests = _counter("requests", "Ended requests by reason; OK for success.", "rpc", "reason")
-        self._tenant_requests = _counter("tenant_requests", "Requests by tenant and outcome.", "tenant", "outcome")
-        self._calls = _counter("calls", "Ended calls of Evaluate by code path.", "path")
-        self._received = _counter("received_bytes", "Bytes of requests.", "rpc")
-        self._sent = _counter("sent_bytes", "Bytes of answers.", "rpc")
-        self._hits = _counter("cache_hits", "Lookups that found an entry.", "cache")
-        self._misses = _counter("cache_misses", "Lookups that found nothing.", "cache")
-        self._quarantines = _counter("quarantines", "Programs that were quarantined.")
-        self._request_s = _histogram("request_seconds", "Time from the first byte of a request to its answer.", "rpc")
-        self._compile_s = _histogram("compile_seconds", "Time to check and compile a program, of requests that did so.")
-        self._queue_s = _histogram("queue_seconds", "Time that a request waited for its engine.")
-        self._run_s = _histogram("run_seconds", "Time that a request ran in its engine, including copies of tensors.")
-        self._collector = StateCollector(self.tenants, self._counted)
-        self.registry.register(self._collector)
+        self._requests = self._counter("requests", "Ended requests by reason; OK for success.", "rpc", "reason")
+        self._tenant_requests = self._counter("tenant_requests", "Requests by tenant and outcome.", "tenant", "outcome")
+        self._calls = self._counter("calls", "Ended calls of Evaluate by code path.", "path")
+        self._received = self._counter("received_bytes", "Bytes of requests.", "rpc")
+        self._sent = self._counter("sent_bytes", "Bytes of answers.", "rpc")
+        self._hits = self._counter("cache_hits", "Lookups that found an entry.", "cache")
+        self._misses = self._counter("cache_misses", "Lookups that found nothing.", "cache")
+        self._quarantines = self._counter("quarantines", "Programs that were quarantined.")
+        self._request_s = self._histogram("request", "Time from the first byte of a request to its answer.", "rpc")
+        self._compile_s = self._histogram("compile", "Time to check and compile a program, of requests that did so.")
+        self._queue_s = self._histogram("queue", "Time that a request waited for its engine.")
+        self._run_s = self._histogram("run", "Time that a request ran in its engine, including copies of tensors.")
+        self._state: Sequence[Metric] = ()
+        self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
     def __call__(self, request: RequestRecord) -> None:
         rpc = request.rpc
-        self._requests.add(rpc, request.reason)
-        self._tenant_requests.add(self.tenants.label(request.tenant), "ok" if request.is_ok else "error")
-        self._request_s.add(request.seconds, rpc)
+        self._requests.labels(rpc, request.reason).inc()
+        self._tenant_requests.labels(self.tenants.label(request.tenant), "ok" if request.is_ok else "error").inc()
+        self._request_s.labels(rpc).observe(request.seconds)
         if request.path is not None:
-            self._calls.add(request.path)
+            self._calls.labels(request.path).inc()
         if request.bytes_in:
-            self._received.add(rpc, by=request.bytes_in)
+            self._received.labels(rpc).inc(request.bytes_in)
         if request.bytes_out:
-            self._sent.add(rpc, by=request.bytes_out)
+            self._sent.labels(rpc).inc(request.bytes_out)
         if request.compile_ns:
-            self._compile_s.add(request.compile_ns / 1e9)
+            self._compile_s.observe(request.compile_ns / 1e9)
         if request.has_run:
             run = request.engine_run
-            self._queue_s.add(run.queue_ns / 1e9)
-            self._run_s.add(run.run_ns / 1e9)
+            self._queue_s.observe(run.queue_ns / 1e9)
+            self._run_s.observe(run.run_ns / 1e9)
         for cache, count in request.hits.items():
-            self._hits.add(cache, by=count)
+            self._hits.labels(cache).inc(count)
         for cache, count in request.misses.items():
-            self._misses.add(cache, by=count)
+            self._misses.labels(cache).inc(count)
 
     def count_quarantine(self) -> None:
         """Counts a quarantine."""
-        self._quarantines.add()
+        self._quarantines.inc()
 
-    def set_state(self, snapshot: Snapshot, audit_dropped: int) -> None:
-        """Sets the server's state for the next collection. `audit_dropped`: lines that the audit log has dropped."""
-        self._collector.snapshot, self._collector.audit_dropped = snapshot, audit_dropped
+    def set_state(self, sources: Sources, audit_dropped: int) -> None:
+        """Reads the server's state for the next collection, which may run in a thread. Must run on the event loop.
 
-    def _counted(self) -> Iterator[Metric]:
-        requests = (self._requests, self._tenant_requests, self._calls)
-        for counter in (*requests, self._received, self._sent, self._hits, self._misses):
-            yield counter.metric()
-        yield self._quarantines.metric()
-        for histogram in (self._request_s, self._compile_s, self._queue_s, self._run_s):
-            yield histogram.metric()
-
-
-class StateCollector(Collector):
-    """Yields all counters, and gauges of the last state that was set."""
-
-    def __init__(self, tenants: TenantLabels, counted: Callable[[], Iterator[Metric]]) -> None:
-        self._tenants = tenants
-        self._counted = counted
-        self.snapshot: Snapshot | None = None
-        self.audit_dropped = 0
+        Args:
+            sources: What is read.
+            audit_dropped: Lines that the audit log has dropped.
+        """
+        text = "Lines that the audit log dropped because there were too many or they could not be written."
+        self._state = [
+            *_engines(sources),
+            *self._tenants_metrics(sources),
+            *_caches(sources),
+            *_server(sources),
+            CounterMetricFamily("gradrule_audit_left_out", text, value=audit_dropped),
+        ]
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._counted()
-        snapshot = self.snapshot
-        if snapshot is not None:
-            yield from _engines(snapshot)
-            yield from _workers(snapshot.workers)
-            yield from self._tenants_metrics(snapshot)
-            yield from _caches(snapshot)
-            yield from _blob_cache(snapshot.blob_cache)
-            yield _gauge("requests_in_flight", "Requests in the server.", snapshot.queue.in_flight)
-            yield _gauge("requests_in_flight_limit", "Most requests at a time.", snapshot.queue.max_in_flight)
-            yield _gauge("quarantined_programs", "Programs in quarantine.", len(snapshot.quarantined))
-            text = "1 if the database of rules and programs could be used last, 0 if not."
-            yield _gauge("registry_available", text, not snapshot.registry.problem)
-            text = "Lines that the audit log dropped because there were too many or they could not be written."
-            yield CounterMetricFamily("gradrule_audit_left_out", text, value=self.audit_dropped)
+        return self._state
 
-    def _tenants_metrics(self, snapshot: Snapshot) -> Iterator[Metric]:
-        labels = [self._tenants.label(tenant.name) for tenant in snapshot.tenants]
+    def _tenants_metrics(self, sources: Sources) -> Iterator[Metric]:
+        usages = sources.tenants()
+        labels = [self.tenants.label(tenant.name) for tenant in usages]
         for resource in REPORTED_RESOURCES:
             family = GaugeMetricFamily(f"gradrule_{resource.gauge}", resource.description, labels=["tenant"])
             sums = dict.fromkeys(labels, 0)
-            for label, tenant in zip(labels, snapshot.tenants, strict=True):
+            for label, tenant in zip(labels, usages, strict=True):
                 sums[label] += tenant.used[resource.name]
             for label, used in sums.items():
                 family.add_metric([label], used)
             yield family
 
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"gradrule_{name}", text, labels, registry=self.registry)
 
-def _engines(snapshot: Snapshot) -> Iterator[Metric]:
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"gradrule_{name}_seconds", text, labels, buckets=_DURATION_BUCKETS_S, registry=self.registry)
+
+
+def _engines(sources: Sources) -> Iterator[Metric]:
+    engines, found = sources.engines, sources.engines.status()
     for name, (text, value_of) in _ENGINE_GAUGES.items():
         family = GaugeMetricFamily(f"gradrule_{name}", text, labels=["engine", "device"])
-        for engine in snapshot.engines:
+        for engine in found:
             family.add_metric([str(engine.index), engine.device], value_of(engine))
         yield family
-    restarts = CounterMetricFamily(
-        "gradrule_engine_restarts",
-        "Engines that ended unexpectedly.",
-        labels=["engine", "reason"],
-    )
-    for index, counts in snapshot.ended.items():
-        for reason, count in counts.items():
-            restarts.add_metric([str(index), reason], count)
-    yield restarts
-    yield _gauge("engine_spares", "Engines that are ready to replace another one.", snapshot.spares)
     text = "Engines by what uses them: programs, sessions, handles (forward handles), or none."
     holders = GaugeMetricFamily("gradrule_engines", text, labels=["holder"])
-    held = Counter(engine.holder for engine in snapshot.engines)
+    held = collections.Counter(engine.holder for engine in found)
     for holder in ("programs", "sessions", "handles", "none"):
         holders.add_metric([holder], held[holder])
     yield holders
-    yield _gauge("engines_limit", "Most engines of all tenants.", snapshot.max_engines)
+    restarts = CounterMetricFamily(
+        "gradrule_engine_restarts", "Engines that ended unexpectedly.", labels=["engine", "reason"]
+    )
+    for index, counts in engines.ended.items():
+        for reason, count in counts.items():
+            restarts.add_metric([str(index), reason], count)
+    yield restarts
     evictions = CounterMetricFamily(
         "gradrule_engine_evictions", "Engines that were taken from their tenants.", labels=["reason"]
     )
     for reason in ("turn", "memory", "idle"):
-        evictions.add_metric([reason], snapshot.evictions.get(reason, 0))
+        evictions.add_metric([reason], engines.evictions.get(reason, 0))
     yield evictions
-    yield _gauge("engines_memory_bytes", "Memory of all engines and compile workers.", snapshot.used_bytes)
-    yield _gauge("engines_memory_limit_bytes", "Most memory of these; 0: no limit.", snapshot.memory_share)
-    yield _gauge("engine_waiting_tenants", "Tenants that wait for their turn on an engine.", snapshot.waiting_tenants)
     helpers = CounterMetricFamily(
         "gradrule_helper_restarts", "Helper processes that ended unexpectedly.", labels=["helper", "reason"]
     )
-    for helper, ends in snapshot.helper_ends.items():
+    for helper, ends in {**engines.helper_ends, "gateway": sources.gateway_ends}.items():
         for reason, count in ends.items():
             helpers.add_metric([helper, reason], count)
     yield helpers
+    yield _gauge("engine_spares", "Engines that are ready to replace another one.", engines.spares_ready)
+    yield _gauge("engines_limit", "Most engines of all tenants.", engines.max_engines)
+    yield _gauge("engines_memory_bytes", "Memory of all engines and compile workers.", engines.used_bytes)
+    yield _gauge("engines_memory_limit_bytes", "Most memory of these; 0: no limit.", engines.memory_share)
+    yield _gauge("engine_waiting_tenants", "Tenants that wait for their turn on an engine.", engines.waiting_tenants)
+    workers = engines.workers
+    yield _gauge("compile_workers", "Processes that read graphs, of all tenants.", workers.count)
+    yield _gauge("compile_workers_busy", "Compile workers that run a task.", workers.busy)
+    yield _gauge("compile_waiting_tasks", "Tasks that wait for a compile worker.", workers.waiting)
+    yield _gauge("compile_workers_resident_bytes", "Memory of all compile workers.", workers.resident_bytes)
 
 
-def _workers(found: WorkerStatus) -> Iterator[Metric]:
-    yield _gauge("compile_workers", "Processes that read graphs, of all tenants.", found.count)
-    yield _gauge("compile_workers_busy", "Compile workers that run a task.", found.busy)
-    yield _gauge("compile_waiting_tasks", "Tasks that wait for a compile worker.", found.waiting)
-    yield _gauge("compile_workers_resident_bytes", "Memory of all compile workers.", found.resident_bytes)
-
-
-def _caches(snapshot: Snapshot) -> Iterator[Metric]:
+def _caches(sources: Sources) -> Iterator[Metric]:
     entries = GaugeMetricFamily("gradrule_cache_entries", "Entries of the cache.", labels=["cache"])
     held_bytes = GaugeMetricFamily("gradrule_cache_bytes", "Approximate memory of the cache.", labels=["cache"])
     evictions = CounterMetricFamily(
         "gradrule_cache_evictions", "Programs that the cache dropped.", labels=["cache", "reason"]
     )
-    for cache in snapshot.caches:
+    for cache in sources.caches():
         entries.add_metric([cache.name], cache.entries)
         held_bytes.add_metric([cache.name], cache.held_bytes)
         for reason, count in cache.evictions.items():
             evictions.add_metric([cache.name, reason], count)
     yield from (entries, held_bytes, evictions)
-
-
-def _blob_cache(cache: BlobCache) -> Iterator[Metric]:
+    blobs = sources.blob_cache()
     for name, text, value in (
-        ("hits", "Blobs that calls needed and that were in the cache.", cache.hits),
-        ("fetches", "Blobs that were fetched from the object store.", cache.fetches),
-        ("fetch_failures", "Fetches from the object store that failed.", cache.failures),
-        ("fetched_bytes", "Bytes that were fetched from the object store.", cache.fetched_bytes),
-        ("fetch_seconds", "Seconds that fetches from the object store took.", cache.fetch_s),
+        ("hits", "Blobs that calls needed and that were in the cache.", blobs.hits),
+        ("fetches", "Blobs that were fetched from the object store.", blobs.fetches),
+        ("fetch_failures", "Fetches from the object store that failed.", blobs.failures),
+        ("fetched_bytes", "Bytes that were fetched from the object store.", blobs.fetched_bytes),
+        ("fetch_seconds", "Seconds that fetches from the object store took.", blobs.fetch_s),
     ):
         yield CounterMetricFamily(f"gradrule_blob_cache_{name}", text, value=value)
-    yield _gauge("blob_cache_bytes", "Disk space of the cache of blobs.", cache.held_bytes)
+    yield _gauge("blob_cache_bytes", "Disk space of the cache of blobs.", blobs.held_bytes)
+
+
+def _server(sources: Sources) -> Iterator[Metric]:
+    yield _gauge("requests_in_flight", "Requests in the server.", sources.in_flight())
+    yield _gauge("requests_in_flight_limit", "Most requests at a time.", sources.max_in_flight)
+    yield _gauge("quarantined_programs", "Programs in quarantine.", len(sources.quarantines()))
+    text = "1 if the database of rules and programs could be used last, 0 if not."
+    yield _gauge("registry_available", text, not sources.registry().problem)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"gradrule_{name}", text, value=value)
-
-
-def _counter(name: str, text: str, *labels: str) -> EventLoopCounter:
-    return EventLoopCounter(f"gradrule_{name}", text, *labels)
-
-
-def _histogram(name: str, text: str, *labels: str) -> EventLoopHistogram:
-    return EventLoopHistogram(f"gradrule_{name}", text, _DURATION_BUCKETS_S, *labels)

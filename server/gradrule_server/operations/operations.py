@@ -16,7 +16,8 @@ from gradrule_server.operations.audit import AuditLog
 from gradrule_server.operations.log_writing import BackgroundWriter
 from gradrule_server.operations.logs import AccessLog
 from gradrule_server.operations.request_record import Observer, Sink
-from gradrule_server.operations.status import Sources, server_status, take_snapshot
+from gradrule_server.operations.status import Sources, server_status, shown_digest
+from gradrule_server.recovery.crash_history import Quarantine
 
 if TYPE_CHECKING:
     from gradrule_server.operations.metrics import Metrics
@@ -79,9 +80,11 @@ class Operations:
             sinks.append(self._tracing)
         self.observer = Observer(sinks)
 
-    def record_quarantine(self, detail: str) -> None:
-        """Logs and counts the quarantine of a program. `detail`: which program, and why."""
-        self._audit.log_quarantine(detail)
+    def record_quarantine(self, found: Quarantine) -> None:
+        """Logs and counts a quarantine."""
+        digest = shown_digest(found)
+        _log.warning("programs of the graph %s are refused: %s", digest, found.cause)
+        self._audit.log_quarantine(f"{digest}: {found.cause}")
         if self._metrics is not None:
             self._metrics.count_quarantine()
 
@@ -133,7 +136,7 @@ class Operations:
 
     def _refresh_metrics(self) -> None:
         if self._metrics is not None and self._sources is not None:
-            self._metrics.set_state(take_snapshot(self._sources), self._audit.dropped)
+            self._metrics.set_state(self._sources, self._audit.dropped)
 
     async def _keep_reporting_dropped(self) -> None:
         while True:

@@ -291,7 +291,7 @@ def test_token_stays_valid_if_its_file_is_written_in_place_right_after_it_was_re
             path.write_text("")
         return frozenset(path.read_text().split())
 
-    file = WatchedFile(path, read, OSError, merge=frozenset.union)
+    file = WatchedFile[frozenset[str]](path, read, OSError, merge=frozenset.union)
     new.write_text("a b c")
     new.rename(path)
     file.refresh()

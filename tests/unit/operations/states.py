@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from gradrule.v1 import evaluate_pb2
 from gradrule_server.limits import TENANT_RESOURCES
 from gradrule_server.link.monitor import EngineStatus
-from gradrule_server.operations.status import (
-    CacheStatus,
-    Quarantined,
-    QueueStatus,
-    RegistryStatus,
-    Sources,
-    TenantUsage,
-)
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.status import CacheStatus, RegistryStatus, Sources, TenantUsage
+from gradrule_server.recovery.crash_history import Quarantine, Workload
 from gradrule_server.registry.blobs import BlobCacheUse
 
 ENGINE = EngineStatus(
@@ -39,6 +36,14 @@ REGISTRY = RegistryStatus("postgresql://gradrule@db/gradrule", "s3://bucket/blob
 
 
 @dataclass(frozen=True)
+class Workers:
+    count: int = 3
+    busy: int = 2
+    waiting: int = 1
+    resident_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
 class Engines:
     ended: Mapping[int, Mapping[str, int]] = field(default_factory=lambda: {1: {"crash": 2, "memory": 1}})
     engines: Sequence[EngineStatus] = (
@@ -53,17 +58,14 @@ class Engines:
     last_eviction_s: float | None = 7.5
     used_bytes: int = 3 << 20
     memory_share: int = 5 << 20
+    workers: Workers = field(default_factory=Workers)
+    greeting: link_pb2.Greeting = field(default_factory=lambda: link_pb2.Greeting(tensorflow_version="2.21.0"))
+    helper_ends: Mapping[str, Mapping[str, int]] = field(
+        default_factory=lambda: {"fork_server": {"killed": 2}, "worker": {}}
+    )
 
     def status(self) -> Sequence[EngineStatus]:
         return self.engines
-
-
-@dataclass(frozen=True)
-class Workers:
-    count: int = 3
-    busy: int = 2
-    waiting: int = 1
-    resident_bytes: int = 1 << 20
 
 
 def tenant(name: str = "default", **used: int) -> TenantUsage:
@@ -82,31 +84,27 @@ def tenant(name: str = "default", **used: int) -> TenantUsage:
     return TenantUsage(name, defaults | used)
 
 
-@dataclass(frozen=True)
-class Tenants:
-    tenants: Sequence[TenantUsage]
-
-    def status(self) -> Sequence[TenantUsage]:
-        return self.tenants
+def quarantine(digest: str, cause: str, seconds: float) -> Quarantine:
+    """A quarantine that lasts for some seconds more."""
+    return Quarantine(Workload("ada", digest, evaluate_pb2.DERIVATIVE_UNSPECIFIED), cause, time.monotonic() + seconds)
 
 
 def sources(
     tenants: Sequence[TenantUsage] = (tenant(),),
-    quarantined: Sequence[Quarantined] = (),
+    quarantines: Sequence[Quarantine] = (),
     limits: Mapping[str, int] | None = None,
     registry: RegistryStatus = REGISTRY,
 ) -> Sources:
     return Sources(
         engines=Engines(),
-        workers=Workers(),
-        tenants=Tenants(tenants),
-        queue=lambda: QueueStatus(4, 256),
+        tenants=lambda: tenants,
+        in_flight=lambda: 4,
+        max_in_flight=256,
         caches=lambda: [CacheStatus("programs", 3, 1000, 256, 2000)],
-        quarantined=lambda: quarantined,
+        quarantines=lambda: quarantines,
         limits=limits or {},
-        tensorflow_version=lambda: "2.21.0",
-        version="1.2.3",
         registry=lambda: registry,
         blob_cache=lambda: BlobCacheUse(hits=5, fetches=3, failures=1, fetched_bytes=100, fetch_s=0.5, held_bytes=70),
-        helper_ends=lambda: {"fork_server": {"killed": 2}, "worker": {}, "gateway": {"crash": 1}},
+        gateway_ends={"crash": 1},
+        version="1.2.3",
     )

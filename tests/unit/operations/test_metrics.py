@@ -5,21 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import Metric
 
 from gradrule_server.limits import TENANT_RESOURCES
 from gradrule_server.operations import metrics as metrics_module
-from gradrule_server.operations.metrics import EventLoopCounter, EventLoopHistogram, Metrics, TenantLabels
+from gradrule_server.operations.metrics import Metrics, TenantLabels
 from gradrule_server.operations.request_record import EngineRun, RequestRecord
-from gradrule_server.operations.status import Quarantined, take_snapshot
 from tests.unit.operations.records import make, refusal
-from tests.unit.operations.states import sources, tenant
+from tests.unit.operations.states import quarantine, sources, tenant
 
 DOCS = Path(__file__).resolve().parents[3] / "docs/guide/operating.md"
 
@@ -59,7 +53,7 @@ def test_gauges_show_the_last_state() -> None:
     metrics = Metrics()
     assert value(metrics, "requests_in_flight") is None
     metrics.count_quarantine()
-    metrics.set_state(take_snapshot(sources(quarantined=[Quarantined("0f", "signal 6", 3.0)])), audit_dropped=7)
+    metrics.set_state(sources(quarantines=[quarantine("0f", "signal 6", 300.0)]), audit_dropped=7)
     assert value(metrics, "engine_up", engine="0", device="CPU:0") == 1
     assert value(metrics, "engine_up", engine="1", device="GPU:0") == 0
     assert value(metrics, "engine_restarts_total", engine="1", reason="crash") == 2
@@ -98,7 +92,7 @@ def test_tenants_beyond_the_limit_share_one_label() -> None:
     metrics = Metrics(TenantLabels(2))
     for name in ("a", "b", "c", "d", "a"):
         make(metrics, tenant=name)
-    metrics.set_state(take_snapshot(sources([tenant(name) for name in "abcd"])), audit_dropped=0)
+    metrics.set_state(sources([tenant(name) for name in "abcd"]), audit_dropped=0)
     assert value(metrics, "tenant_requests_total", tenant="a", outcome="ok") == 2
     assert value(metrics, "tenant_requests_total", tenant="other", outcome="ok") == 2
     assert value(metrics, "tenant_requests_total", tenant="c", outcome="ok") is None
@@ -108,7 +102,7 @@ def test_tenants_beyond_the_limit_share_one_label() -> None:
 def test_all_metrics_are_documented_and_exist() -> None:
     metrics = Metrics()
     make(metrics, within=busy, fails=refusal("UNKNOWN_RULE"))
-    metrics.set_state(take_snapshot(sources()), audit_dropped=0)
+    metrics.set_state(sources(), audit_dropped=0)
     reported = {
         family.name + ("_total" if family.type == "counter" else "")
         for family in metrics.registry.collect()
@@ -123,48 +117,7 @@ def test_a_row_of_the_table_of_resources_is_all_that_a_tenant_gauge_needs(monkey
     rows = [replace(each, gauge=f"tenant_{each.name}") for each in TENANT_RESOURCES if not each.gauge]
     monkeypatch.setattr(metrics_module, "REPORTED_RESOURCES", rows)
     metrics = Metrics()
-    metrics.set_state(take_snapshot(sources()), audit_dropped=0)
+    metrics.set_state(sources(), audit_dropped=0)
     assert [metrics.registry.get_sample_value(f"gradrule_{row.gauge}", {"tenant": "default"}) for row in rows] == [
         1.0
     ] * len(rows)
-
-
-BOUNDS = (0.5, 1.0, 2.5)
-LABELS = st.sampled_from(["a", "b"])
-
-
-def samples(metric: Metric) -> dict[Any, float]:
-    return {
-        (item.name, *sorted(item.labels.items())): item.value
-        for item in metric.samples
-        if not item.name.endswith("_created")
-    }
-
-
-@given(st.lists(st.tuples(LABELS, LABELS, st.integers(0, 100))))
-def test_counter_equals_prometheus_counter(adds: list[tuple[str, str, int]]) -> None:
-    own = EventLoopCounter("some", "text", "x", "y")
-    registry = CollectorRegistry()
-    counter = Counter("some", "text", ["x", "y"], registry=registry)
-    for x, y, by in adds:
-        own.add(x, y, by=by)
-        counter.labels(x, y).inc(by)
-    (expected,) = registry.collect()
-    assert samples(own.metric()) == samples(expected)
-
-
-@given(st.lists(st.tuples(LABELS, st.sampled_from([0.0, 0.4, 0.5, 0.6, 1.0, 2.0, 2.5, 3.0, 1e9]))))
-def test_histogram_equals_prometheus_histogram(adds: list[tuple[str, float]]) -> None:
-    own = EventLoopHistogram("some", "text", BOUNDS, "x")
-    registry = CollectorRegistry()
-    histogram = Histogram("some", "text", ["x"], buckets=BOUNDS, registry=registry)
-    for x, value in adds:
-        own.add(value, x)
-        histogram.labels(x).observe(value)
-    (expected,) = registry.collect()
-    assert samples(own.metric()) == samples(expected)
-
-
-def test_metrics_without_labels_start_at_zero() -> None:
-    assert samples(EventLoopCounter("some", "text").metric()) == {("some_total",): 0}
-    assert samples(EventLoopHistogram("some", "text", BOUNDS).metric())[("some_count",)] == 0

@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gradrule_server.operations.metrics import Metrics
 from gradrule_server.operations.monitoring_port import MonitoringPort
-from gradrule_server.operations.status import take_snapshot
 from tests.unit.operations.records import make
 from tests.unit.operations.states import sources
 
@@ -32,7 +31,7 @@ async def page() -> AsyncIterator[Served]:
     found = Served(metrics, 0)
     served = MonitoringPort(
         metrics.registry,
-        lambda: metrics.set_state(take_snapshot(sources()), audit_dropped=0),
+        lambda: metrics.set_state(sources(), audit_dropped=0),
         lambda: found.is_ready,
     )
     await served.start("127.0.0.1", 0)

@@ -13,8 +13,7 @@ from gradrule.cli import output
 from gradrule.cli.status import bytes_text, drawn, duration_text, size_text, usage_text
 from gradrule_server import __version__
 from gradrule_server.operations import status
-from gradrule_server.operations.status import Quarantined
-from tests.unit.operations.states import REGISTRY, sources, tenant
+from tests.unit.operations.states import REGISTRY, quarantine, sources, tenant
 
 
 def test_server_and_client_versions_are_equal() -> None:
@@ -22,8 +21,8 @@ def test_server_and_client_versions_are_equal() -> None:
 
 
 def test_client_reads_the_whole_status() -> None:
-    quarantined = [Quarantined("0f1e", "signal 6, twice", 41.5)]
-    found = server_status(status.server_status(sources(quarantined=quarantined, limits={"rules": 60}), 90.5))
+    quarantined = [quarantine("0f1e", "signal 6, twice", 41.5)]
+    found = server_status(status.server_status(sources(quarantines=quarantined, limits={"rules": 60}), 90.5))
     assert (found.version, found.tensorflow_version, found.uptime, found.ready) == ("1.2.3", "2.21.0", 90.5, True)
     first, second = found.engines
     assert (first.index, first.device, first.pid, first.running, first.waiting) == (0, "CPU:0", 4711, 2, 1)
@@ -50,7 +49,8 @@ def test_client_reads_the_whole_status() -> None:
     assert (tenant.sessions, tenant.session_bytes) == (Usage(7, 0), Usage(8, 0))
     assert (tenant.handles, tenant.handle_bytes, tenant.blob_bytes) == (Usage(9, 0), Usage(10, 0), Usage(11, 0))
     (program,) = found.quarantined_programs
-    assert (program.digest, program.reason, program.remaining) == ("0f1e", "signal 6, twice", 41.5)
+    assert (program.digest, program.reason) == ("0f1e", "signal 6, twice")
+    assert 0 < program.remaining <= 41.5
 
 
 def test_number_of_tenants_in_status_is_limited() -> None:
@@ -62,7 +62,7 @@ def test_number_of_tenants_in_status_is_limited() -> None:
 
 def test_status_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     tenants = [tenant(f"t{number}") for number in range(21)] + [tenant("[red]evil\x1b[2J\n", requests=99)]
-    quarantined = [Quarantined("0f1e", "signal 6", 41.5)]
+    quarantined = [quarantine("0f1e", "signal 6", 41.5)]
     found = server_status(status.server_status(sources(tenants, quarantined, {"blob_bytes": 1 << 30}), 3700))
     screen = output.console()
     screen.print(drawn(screen, found, "host:1"))
@@ -78,7 +78,7 @@ def test_status_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("[red]evil[2J", "99"),
         ("t0", "11 B of 1.0 GiB"),
         ("and 2 tenants more",),
-        ("0f1e", "41 s", "signal 6"),
+        ("0f1e", "signal 6"),
     ):
         assert any(all(word in line for word in words) for line in text.splitlines()), words
 
