@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
@@ -19,7 +20,6 @@ from gradrule_server.settings.groups import SettingsGroup
 from gradrule_server.settings.sources import (
     PRESETS,
     SettingsError,
-    accepted_types,
     environment_name,
     file_key,
     flag_name,
@@ -78,7 +78,7 @@ def parse_flags(
     )
     fields = {name: info for group in groups for name, info in group.model_fields.items()}
     common = parser.add_argument_group("Common flags")
-    purposes = "; ".join(f"{preset.name}: {preset.description}" for preset in PRESETS.values())
+    purposes = "; ".join(f"{name}: {preset.description}" for name, preset in PRESETS.items())
     common.add_argument(
         "--for",
         metavar="{" + ",".join(PRESETS) + "}",
@@ -138,6 +138,20 @@ def format_config(
     return "\n".join(lines)
 
 
+def _accepted_types(annotation: object) -> Iterator[Any]:
+    """Yields the types that a field accepts; for a `Literal`, its values."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _accepted_types(get_args(annotation)[0])
+    elif origin in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _accepted_types(member)
+    elif origin is Literal:
+        yield from get_args(annotation)
+    elif annotation is not types.NoneType:
+        yield annotation
+
+
 def _add_flag(section: argparse._ArgumentGroup, name: str, info: FieldInfo, defaults: Mapping[str, object]) -> None:
     default = defaults.get(name, info.default)
     shown = "" if default in (None, "", PydanticUndefined) else f" [default: {_shown(default)}]"
@@ -152,10 +166,10 @@ def _metavar(name: str, info: FieldInfo) -> str:
     """Returns the placeholder of a flag's value: its choices, its unit, or its type."""
     if name in _METAVARS:
         return _METAVARS[name]
-    accepted = list(accepted_types(info.annotation))
+    accepted = list(_accepted_types(info.annotation))
     choices = [one for one in accepted if isinstance(one, str)]
-    types = [one for one in accepted if not isinstance(one, str)]
-    if not types:
+    kinds = [one for one in accepted if not isinstance(one, str)]
+    if not kinds:
         return "{" + ",".join(choices) + "}"
     if name.endswith("port"):
         kind = "PORT"
@@ -165,7 +179,7 @@ def _metavar(name: str, info: FieldInfo) -> str:
         kind = "MILLISECONDS"
     else:
         kind = {int: "N", float: "NUMBER", ByteSize: "SIZE", Path: "DIR" if name.endswith("_dir") else "FILE"}.get(
-            types[0], "TEXT"
+            kinds[0], "TEXT"
         )
     return "|".join([*choices, kind])
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from pydantic import ValidationError, field_validator, model_validator
 
 from gradrule.common.fast_paths import disabled_paths
+from gradrule_server.errors import did_you_mean
 from gradrule_server.limits import GRAPH_LIMIT_FLAGS, HELD_PER_BYTE, MEMORY_SHARES, TENANT_RESOURCES
 from gradrule_server.link.operating_system import available_memory
 from gradrule_server.registry.database_url import check_url
 from gradrule_server.settings import groups, sources
 from gradrule_server.settings.command_line import format_config, parse_flags
-from gradrule_server.settings.sources import SettingsError, one_line
+from gradrule_server.settings.sources import PRESETS, SettingsError, one_line
 
 _MIN_ENGINE_MEMORY = 1 << 30
 
@@ -62,88 +63,78 @@ class Settings(
             | {name: sources.environment_name(name) for name in variables}
             | {name: sources.flag_name(name) for name in flags}
         )
-        preset = sources.find_preset(values.pop("for", None), origins.get("for", ""))
+        purpose = values.pop("for", None)
+        preset = None if purpose is None else PRESETS.get(str(purpose))
         if preset is not None:
-            origins = dict.fromkeys(preset.values, f"--for {preset.name}") | origins
+            origins = dict.fromkeys(preset.values, f"--for {purpose}") | origins
             values = dict(preset.values) | values
+        elif purpose is not None:
+            near = did_you_mean(str(purpose), PRESETS)
+            raise SettingsError(f"{origins['for']} {purpose!r}: expected {' or '.join(PRESETS)}.{near}")
         try:
             settings = cls.model_validate(values)
         except ValidationError as refusal:
             raise SettingsError(one_line(refusal, origins, _EXPECTED)) from refusal
-        if preset is not None:
-            preset.check(settings, origins)
+        if preset is not None and (reason := preset.find_contradiction(settings, origins)):
+            raise SettingsError(f"--for {purpose}: {reason}")
         if print_config:
-            sys.stdout.write(format_config(GROUPS, settings, origins, preset.name if preset else ""))
+            sys.stdout.write(format_config(GROUPS, settings, origins, purpose or ""))
             raise SystemExit(0)
         return settings
 
     @model_validator(mode="after")
-    def _check_deadlines(self) -> Self:
+    def _check(self) -> Self:
+        problems = "; ".join(self._problems())
+        if problems:
+            raise ValueError(problems)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Yields what is wrong with settings that are valid alone."""
         if self.default_deadline_s > self.max_deadline_s:
-            raise ValueError(
+            yield (
                 f"--default-deadline-s ({self.default_deadline_s:g}) is more than "
                 f"--max-deadline-s ({self.max_deadline_s:g})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_memory(self) -> Self:
         if self.memory_limit != "auto" and 0 < self.memory_limit < _MIN_ENGINE_MEMORY:
-            raise ValueError(
+            yield (
                 f"--memory-limit ({self.memory_limit} bytes) is less than the {_MIN_ENGINE_MEMORY} bytes that an "
                 "engine needs; 0 means no limit"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_engines(self) -> Self:
         if self.max_engines != "auto" and self.max_engines <= self.engines:
-            raise ValueError(
+            yield (
                 f"--max-engines ({self.max_engines}) must be more than --engines ({self.engines}): a tenant with "
                 "sessions has one more engine"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_credentials(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert and --tls-key go together: set both or none")
+            yield "--tls-cert and --tls-key go together: set both or none"
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("--tls-client-ca needs TLS: set --tls-cert and --tls-key")
+            yield "--tls-client-ca needs TLS: set --tls-cert and --tls-key"
         if self.takes_jwts and not (self.jwt_issuer and self.jwt_audience):
-            raise ValueError(
+            yield (
                 "--jwt-key and --jwt-jwks need --jwt-issuer and --jwt-audience: otherwise tokens of other issuers, or "
                 "for other services, would be accepted"
             )
         if not self.takes_jwts and (self.jwt_issuer or self.jwt_audience):
-            raise ValueError("--jwt-issuer and --jwt-audience have no effect without --jwt-key or --jwt-jwks")
+            yield "--jwt-issuer and --jwt-audience have no effect without --jwt-key or --jwt-jwks"
         if self.takes_tokens and self.tls_cert is None and not self.is_local and not self.insecure_tokens:
-            raise ValueError(
+            yield (
                 f"tokens would be sent unencrypted to {self.host}: set --tls-cert and --tls-key, or --insecure-tokens "
                 "if a proxy terminates TLS"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_http(self) -> Self:
         if self.http_port is not None and self.tls_client_ca is not None:
-            raise ValueError(
+            yield (
                 "--http-port has no client certificate to call the server with: run `gradrule gateway` with "
                 "--client-cert and --client-key; all its callers then are the tenant of that certificate"
             )
         if self.http_port is None and self.http_allowed_hosts:
-            raise ValueError("--http-allowed-hosts has no effect without --http-port")
-        return self
-
-    @model_validator(mode="after")
-    def _check_registry(self) -> Self:
+            yield "--http-allowed-hosts has no effect without --http-port"
         # Not a validator of the field, whose error would show the URL with its password.
         if self.registry:
             try:
                 check_url(self.registry)
             except ValueError as problem:
-                raise ValueError(f"--registry: {problem}") from None
-        return self
+                yield f"--registry: {problem}"
 
     @field_validator("disabled_fast_paths")
     @classmethod

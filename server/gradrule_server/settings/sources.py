@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ByteSize, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from gradrule_server.errors import did_you_mean
@@ -97,7 +96,7 @@ def read_file(fields: Mapping[str, FieldInfo], path: str) -> dict[str, Any]:
     """Returns the values in a TOML file by setting.
 
     Raises:
-        SettingsError: If the file cannot be read, or if a key is not a setting or has a value of a wrong type.
+        SettingsError: If the file cannot be read, or if a key is not a setting.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -113,26 +112,11 @@ def read_file(fields: Mapping[str, FieldInfo], path: str) -> dict[str, Any]:
                 raise SettingsError(f"{path}: [{key}] is a table; write all settings at the top level, without tables")
             raise SettingsError(f"{path}: {key} is not a setting.{did_you_mean(key, names)} --help lists all settings.")
         name = names[key]
-        accepted = [str] if name == "for" else list(accepted_types(fields[name].annotation))
-        if not any(_is_accepted(value, one) for one in accepted):
-            expected = " or ".join(dict.fromkeys(_TOML_TYPES.get(one, f'"{one}"') for one in accepted))
-            raise SettingsError(f"{path}: {key} must be {expected}, not {_describe(value)}")
+        # pydantic would read a boolean as a number.
+        if isinstance(value, bool) and (name == "for" or fields[name].annotation is not bool):
+            raise SettingsError(f"{path}: {key} is no switch, so it cannot be {str(value).lower()}")
         values[name] = value
     return values
-
-
-def accepted_types(annotation: object) -> Iterator[Any]:
-    """Yields the types that a field accepts; for a `Literal`, its values."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from accepted_types(get_args(annotation)[0])
-    elif origin in (Union, types.UnionType):
-        for member in get_args(annotation):
-            yield from accepted_types(member)
-    elif origin is Literal:
-        yield from get_args(annotation)
-    elif annotation is not types.NoneType:
-        yield annotation
 
 
 def one_line(refusal: ValidationError, origins: Mapping[str, str], expected: Mapping[str, str]) -> str:
@@ -153,81 +137,19 @@ def one_line(refusal: ValidationError, origins: Mapping[str, str], expected: Map
     return "; ".join(parts.values())
 
 
-_TOML_TYPES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    ByteSize: 'an integer (bytes) or a string such as "64MiB"',
-    str: "a string",
-    Path: "a string",
-}
-
-
-def _is_accepted(value: object, accepted: Any) -> bool:
-    """Returns whether a value of a TOML file has a type that a field accepts."""
-    if isinstance(accepted, str):
-        return value == accepted
-    # In Python, but not in TOML, a boolean is an integer.
-    if isinstance(value, bool) or accepted is bool:
-        return isinstance(value, bool) and accepted is bool
-    if accepted in (int, float):
-        return isinstance(value, int | accepted)
-    if accepted is ByteSize:
-        return isinstance(value, int | str)
-    return isinstance(value, str)
-
-
-def _describe(value: object) -> str:
-    """Returns a value of a TOML file in words, for error messages."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f"the string {value!r}"
-    if isinstance(value, int | float):
-        return f"the number {value!r}"
-    if isinstance(value, list | dict):
-        return "an array" if isinstance(value, list) else "a table"
-    return "a date or time"
-
-
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Settings for one purpose. Flags, variables and the configuration file override `values`.
 
     Attributes:
-        name: The word after `--for`.
         description: What it is for, for the help text.
         values: The settings that it changes.
         find_contradiction: Returns why settings contradict the purpose, or "". Gets the settings and their origins.
     """
 
-    name: str
     description: str
     values: Mapping[str, Any]
     find_contradiction: Callable[[Settings, Mapping[str, str]], str]
-
-    def check(self, settings: Settings, origins: Mapping[str, str]) -> None:
-        """Checks that no setting contradicts the purpose.
-
-        Raises:
-            SettingsError: If one does.
-        """
-        reason = self.find_contradiction(settings, origins)
-        if reason:
-            raise SettingsError(f"--for {self.name}: {reason}")
-
-
-def find_preset(name: object, origin: str) -> Preset | None:
-    """Returns the preset with a name, or None if no preset is selected.
-
-    Raises:
-        SettingsError: If there is no such preset.
-    """
-    if name is None:
-        return None
-    if name not in PRESETS:
-        raise SettingsError(f"{origin} {name!r}: expected {' or '.join(PRESETS)}.{did_you_mean(str(name), PRESETS)}")
-    return PRESETS[str(name)]
 
 
 def _contradicts_development(settings: Settings, origins: Mapping[str, str]) -> str:
@@ -261,9 +183,8 @@ def _origin(name: str, origins: Mapping[str, str]) -> str:
     return origins.get(name, flag_name(name))
 
 
-_PRESETS = (
-    Preset(
-        "development",
+PRESETS: dict[str, Preset] = {
+    "development": Preset(
         "one person on this machine: no credentials, generous limits",
         {
             "default_deadline_s": 600.0,
@@ -281,8 +202,7 @@ _PRESETS = (
         },
         _contradicts_development,
     ),
-    Preset(
-        "strangers",
+    "strangers": Preset(
         "callers whom the operator does not know: credentials required, sandbox on, strict limits",
         {
             "sandbox": "on",
@@ -303,7 +223,5 @@ _PRESETS = (
         },
         _contradicts_strangers,
     ),
-)
-
-PRESETS: dict[str, Preset] = {preset.name: preset for preset in _PRESETS}
-"""The presets by name."""
+}
+"""The presets by the word after `--for`."""
