@@ -19,13 +19,12 @@ from gradrule_server.concurrency import PeriodicChecks, run_in_own_thread
 from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.http_gateway import HttpGateway
 from gradrule_server.front.request_pipeline import RequestPipeline
-from gradrule_server.front.server import GrpcServer
+from gradrule_server.front.server import AcceptLoopEnded, GrpcServer, channel_options
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.operating_system import keep_freed_memory
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.operations import Operations
 from gradrule_server.registry.database import open_database
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.store import Store
@@ -59,11 +58,26 @@ async def serve(settings: Settings) -> None:
         AcceptLoopEnded: If gRPC accepts no more calls; engines are stopped by then.
     """
     keep_freed_memory()
-    loop = asyncio.get_running_loop()
-    started, stopping = asyncio.Event(), asyncio.Event()
+    stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    # The exit stack stops every part even if starting or stopping another part fails.
+    async with contextlib.AsyncExitStack() as stops:
+        server = await _unless_stopped(_start(settings, stops), stopping)
+        if server is not None:
+            try:
+                await _unless_stopped(server.run_accept_loop(), stopping)
+            except AcceptLoopEnded as failure:
+                _log.error("gRPC accepts no more calls (%s); the server exits with %d", failure, EXIT_FAILED)
+                _exit_after(_STOP_S)
+                # Nobody can call this server any more: stop without waiting, so that a supervisor can restart it soon.
+                await server.drain(0)
+                raise
 
+
+async def _start(settings: Settings, stops: contextlib.AsyncExitStack) -> GrpcServer:
+    """Starts all parts of the server, and registers how each is stopped, in the reverse order. Raises as `serve`."""
+    loop = asyncio.get_running_loop()
     credentials, certificates = assembly.create_authenticator(settings), assembly.load_certificates(settings)
 
     def reload() -> None:
@@ -73,93 +87,73 @@ async def serve(settings: Settings) -> None:
 
     # Files of credentials may be large, so a thread reads them.
     loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, reload))
-    operations = Operations(assembly.operations_settings(settings))
-    # The exit stack stops every part even if starting or stopping another part fails.
-    async with contextlib.AsyncExitStack() as stops:
-        # A database that starts too is waited for, in a thread, so that signals are noticed.
-        opening = run_in_own_thread("open-registry", lambda: open_database(settings.registry, settings.data_dir))
-        database = await _unless_stopped(opening, stopping)
-        if database is None:
-            return
-        store = Store(database)
-        stops.callback(store.close)
-        if store.is_shared:
-            # On a thread of its own: a database that is away must not delay the check of credentials.
-            stops.enter_context(PeriodicChecks(_APPLY_CHANGES_EVERY_S, store.check))
-            stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, reload))
-        else:
-            stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check, reload))
-        stops.push_async_callback(operations.stop)
-        allow_connections(settings.max_connections)
-        watch = assembly.create_connection_watch(settings)
-        grpc_server = GrpcServer(assembly.connection_settings(settings), watch)
-        # Blobs of the data folder may be moved to the object store, and large registries are read: both may take long.
-        opening_blobs = run_in_own_thread("open-blobs", lambda: assembly.create_blob_store(settings, store))
-        blobs = await _unless_stopped(opening_blobs, stopping)
-        if blobs is None:
-            return
-        if blobs.is_shared:
-            stops.enter_context(PeriodicChecks(_MAINTAIN_BLOBS_EVERY_S, blobs.maintain, wait_s=_MAINTAIN_BLOBS_WAIT_S))
-        pool = assembly.create_engine_pool(settings, blobs, grpc_server.set_ready)
-        loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
-        limits = assembly.graph_limits(settings, loaded)
-        read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
-        resources = assembly.create_shared_resources(settings, store, blobs, loaded, limits)
-        opening_tenants = run_in_own_thread("open-tenants", lambda: Tenants(resources, read_only, loop))
-        tenants = await _unless_stopped(opening_tenants, stopping)
-        if tenants is None:
-            return
-        admission = assembly.create_admission(settings)
-        times = assembly.call_times(settings)
-        pipeline = RequestPipeline(
-            CallerAuthenticator(credentials), tenants, admission, times, operations.observer, limits, watch
-        )
-        shared_memory = SharedMemoryServer(tenants, settings.server_limit("shared_bytes"))
-        grpc_server.add_services(
-            pipeline,
-            shared_memory,
-            with_reflection=settings.reflection,
-            status=operations.status if settings.admin else None,
-        )
-        warm_up = assembly.create_warm_up(settings, pool, tenants)
-        gateway_ends: Counter[str] = Counter()
-        await operations.start(
-            assembly.create_sources(settings, loaded, tenants, admission, store, blobs, gateway_ends),
-            # The HTTP gateway starts after the first engine.
-            is_ready=lambda: grpc_server.is_ready and started.is_set(),
-        )
-        port = await grpc_server.start(settings.address(settings.port), certificates)
-        shared_memory.start()
-        accepting = asyncio.ensure_future(grpc_server.run_accept_loop())
-        accepting.add_done_callback(lambda _: stopping.set())
-        stops.push_async_callback(pool.stop)
-        stops.push_async_callback(warm_up.stop)
-        stops.callback(tenants.stop_compiling)
-        stops.callback(shared_memory.close)
-        stops.push_async_callback(grpc_server.drain, settings.drain_s)
-        stops.callback(pipeline.drain)
-        await _unless_stopped(pool.start(), stopping)
-        if not stopping.is_set():
-            tenants.set_read_only(read_only.with_op_rules(pool.greeting.gradients))
-            _log_warnings(settings, pool.greeting, tenants)
-            _freeze_existing_objects()
-            warm_up.start()
-            if (gateway_settings := assembly.gateway_settings(settings)) is not None:
-                gateway = HttpGateway(gateway_settings, port, gateway_ends)
-                # Pushed last, so that it stops first: its requests are calls of this server.
-                stops.push_async_callback(gateway.stop)
-                print(f"gradrule: HTTP at {await gateway.start()}", flush=True)
-            started.set()
-            print(f"gradrule: listening on {settings.address(port)}", flush=True)
-            await stopping.wait()
-        # The HTTP gateway drains before the gRPC server does; load balancers should send no calls meanwhile.
-        grpc_server.end_health()
-        if accepting.done() and (failure := accepting.exception()) is not None:
-            _log.error("gRPC accepts no more calls (%s); the server exits with %d", failure, EXIT_FAILED)
-            _exit_after(_STOP_S)
-            # Nobody can call this server any more: stop without waiting, so that a supervisor can restart it soon.
-            await grpc_server.drain(0)
-            raise failure
+    operations = assembly.create_operations(settings)
+    # A database that starts too is waited for, in a thread, so that signals are noticed.
+    database = await run_in_own_thread("open-registry", lambda: open_database(settings.registry, settings.data_dir))
+    store = Store(database)
+    stops.callback(store.close)
+    if store.is_shared:
+        # On a thread of its own: a database that is away must not delay the check of credentials.
+        stops.enter_context(PeriodicChecks(_APPLY_CHANGES_EVERY_S, store.check))
+        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, reload))
+    else:
+        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check, reload))
+    stops.push_async_callback(operations.stop)
+    allow_connections(settings.max_connections)
+    watch = assembly.create_connection_watch(settings)
+    grpc_server = GrpcServer(channel_options(settings), watch)
+    # Blobs of the data folder may be moved to the object store, and large registries are read: both may take long.
+    blobs = await run_in_own_thread("open-blobs", lambda: assembly.create_blob_store(settings, store))
+    if blobs.is_shared:
+        stops.enter_context(PeriodicChecks(_MAINTAIN_BLOBS_EVERY_S, blobs.maintain, wait_s=_MAINTAIN_BLOBS_WAIT_S))
+    pool = assembly.create_engine_pool(settings, blobs, grpc_server.set_ready)
+    loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
+    limits = assembly.graph_limits(settings, loaded)
+    read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
+    resources = assembly.create_shared_resources(settings, store, blobs, loaded, limits)
+    tenants = await run_in_own_thread("open-tenants", lambda: Tenants(resources, read_only, loop))
+    admission, times = assembly.create_admission(settings), assembly.call_times(settings)
+    pipeline = RequestPipeline(
+        CallerAuthenticator(credentials), tenants, admission, times, operations.observer, limits, watch
+    )
+    shared_memory = SharedMemoryServer(tenants, settings.server_limit("shared_bytes"))
+    grpc_server.add_services(
+        pipeline,
+        shared_memory,
+        with_reflection=settings.reflection,
+        status=operations.status if settings.admin else None,
+    )
+    warm_up = assembly.create_warm_up(settings, pool, tenants)
+    gateway_ends: Counter[str] = Counter()
+    started = asyncio.Event()
+    await operations.start(
+        assembly.create_sources(settings, loaded, tenants, admission, store, blobs, gateway_ends),
+        # The HTTP gateway starts after the first engine.
+        is_ready=lambda: grpc_server.is_ready and started.is_set(),
+    )
+    port = await grpc_server.start(settings.address(settings.port), certificates)
+    shared_memory.start()
+    stops.push_async_callback(pool.stop)
+    stops.push_async_callback(warm_up.stop)
+    stops.callback(tenants.stop_compiling)
+    stops.callback(shared_memory.close)
+    stops.push_async_callback(grpc_server.drain, settings.drain_s)
+    stops.callback(pipeline.drain)
+    await pool.start()
+    tenants.set_read_only(read_only.with_op_rules(pool.greeting.gradients))
+    _log_warnings(settings, pool.greeting, tenants)
+    _freeze_existing_objects()
+    warm_up.start()
+    if settings.http_port is not None:
+        gateway = HttpGateway(settings, port, gateway_ends)
+        # Stops first: its requests are calls of this server.
+        stops.push_async_callback(gateway.stop)
+        print(f"gradrule: HTTP at {await gateway.start()}", flush=True)
+    # Before the gateway drains: load balancers should send no calls meanwhile.
+    stops.callback(grpc_server.end_health)
+    started.set()
+    print(f"gradrule: listening on {settings.address(port)}", flush=True)
+    return grpc_server
 
 
 def _freeze_existing_objects() -> None:

@@ -10,9 +10,8 @@ from gradrule.common.fast_paths import disabled_paths
 from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, InFlightLimits
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
-from gradrule_server.front.http_gateway import GatewaySettings
 from gradrule_server.front.request_pipeline import CallTimes
-from gradrule_server.front.server import Certificates, ConnectionSettings
+from gradrule_server.front.server import Certificates
 from gradrule_server.front.tenants import SharedResources, Tenants
 from gradrule_server.identity import Authenticator
 from gradrule_server.identity.certificates import ClientCertificates
@@ -22,7 +21,7 @@ from gradrule_server.limits import QUOTA_RESOURCES, TENANT_RESOURCES, Limits
 from gradrule_server.link.operating_system import available_memory, engine_memory, memory_share, most_threads
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
-from gradrule_server.operations.operations import OperationsSettings
+from gradrule_server.operations.operations import Operations
 from gradrule_server.operations.status import CacheStatus, RegistryStatus, Sources
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.service import ProgramService
@@ -66,39 +65,6 @@ def load_certificates(settings: Settings) -> Certificates | None:
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-
-
-def gateway_settings(settings: Settings) -> GatewaySettings | None:
-    """Returns the settings of the HTTP gateway beside the server; None: there is none."""
-    if settings.http_port is None:
-        return None
-    names = (name.strip() for name in settings.http_allowed_hosts.split(","))
-    return GatewaySettings(
-        host=settings.host,
-        port=settings.http_port,
-        tls_cert=settings.tls_cert,
-        tls_key=settings.tls_key,
-        allowed_hosts=tuple(name for name in names if name),
-        max_body_bytes=settings.max_message_bytes,
-        drain_s=settings.drain_s,
-        log_level=settings.log_level,
-        log_format=settings.log_format,
-    )
-
-
-def connection_settings(settings: Settings) -> ConnectionSettings:
-    """Returns the limits and timeouts of each connection."""
-    return ConnectionSettings(
-        max_message_bytes=settings.max_message_bytes,
-        max_metadata_bytes=settings.max_metadata_bytes,
-        max_connections=settings.max_connections,
-        max_connection_streams=settings.max_connection_streams,
-        handshake_timeout_s=settings.handshake_timeout_s,
-        keepalive_s=settings.keepalive_s,
-        keepalive_timeout_s=settings.keepalive_timeout_s,
-        max_age_s=settings.max_connection_age_s,
-        age_grace_s=settings.max_connection_age_grace_s,
-    )
 
 
 def call_times(settings: Settings) -> CallTimes:
@@ -229,10 +195,10 @@ def graph_limits(settings: Settings, loaded: LoadedPrograms) -> Limits:
     return Limits(trusted=settings.trust == "full", engine_bytes=loaded.pool.memory_limit, **settings.graph_limits())
 
 
-def operations_settings(settings: Settings) -> OperationsSettings:
-    """Returns the settings of metrics, traces and logs."""
-    return OperationsSettings(
-        version=__version__,
+def create_operations(settings: Settings) -> Operations:
+    """Returns metrics, traces and logs, not started yet."""
+    return Operations(
+        __version__,
         metrics_host=settings.metrics_host,
         metrics_port=settings.metrics_port,
         otel_endpoint=settings.otel_endpoint,

@@ -12,7 +12,6 @@ from gradrule.v1 import evaluate_pb2
 from gradrule_server import assembly
 from gradrule_server.link import operating_system
 from gradrule_server.operations import audit
-from gradrule_server.operations.operations import Operations
 from gradrule_server.recovery.crash_history import Workload
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.settings import Settings
@@ -29,7 +28,7 @@ def settings(tmp_path: Path, audited: Path) -> Settings:
 
 
 async def test_audit_log_names_quarantined_program_and_reason(settings: Settings, audited: Path) -> None:
-    operations = Operations(assembly.operations_settings(settings))
+    operations = assembly.create_operations(settings)
     blobs = BlobStore(settings.data_dir / "blobs", settings.server_limit("blob_bytes"))
     pool = assembly.create_engine_pool(settings, blobs, lambda ready: None)
     loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)

@@ -10,10 +10,9 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
 
 from gradrule_server.recovery.endings import end_from_exit
+from gradrule_server.settings import CLIENT_VARIABLES, Settings
 
 _log = logging.getLogger(__name__)
 _now = time.monotonic
@@ -22,55 +21,26 @@ _READY = b"gradrule gateway: listening on "
 _START_S = 60.0
 _STOP_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-# Settings of clients in the server's environment are not meant for its own gateway.
-_CLIENT_VARIABLES = ("TARGET", "TOKEN", "INSECURE_TOKEN", "TLS", "TLS_CA", "CLIENT_CERT", "CLIENT_KEY")
 
 
 class GatewayError(OSError):
     """The gateway did not start."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """Settings of the gateway beside a server.
-
-    Attributes:
-        host: Address that server and gateway listen on.
-        port: Port of the gateway; 0: a free one.
-        tls_cert: Certificate chain of the server, which the gateway uses and trusts; None: no TLS.
-        tls_key: Private key of the certificate.
-        allowed_hosts: Further names by which clients may call the gateway.
-        max_body_bytes: Longest body of a request.
-        drain_s: Time that running requests get to finish, seconds.
-        log_level: Lowest level of lines in the log.
-        log_format: `json`, `text` or `auto`.
-    """
-
-    host: str
-    port: int
-    tls_cert: Path | None
-    tls_key: Path | None
-    allowed_hosts: tuple[str, ...]
-    max_body_bytes: int
-    drain_s: float
-    log_level: str
-    log_format: str
-
-
 class HttpGateway:
     """A gateway process. If it ends, it is started again; the server and its gRPC port go on meanwhile.
 
     Args:
-        settings: Its settings.
+        settings: The settings of the server.
         server_port: Port of the server.
         ended: Counts the processes that ended unexpectedly, by reason.
     """
 
-    def __init__(self, settings: GatewaySettings, server_port: int, ended: Counter[str]) -> None:
+    def __init__(self, settings: Settings, server_port: int, ended: Counter[str]) -> None:
         self._settings = settings
         self._ended = ended
         self._server_port = server_port
-        self._port = settings.port
+        self._port = settings.http_port or 0
         self._process: asyncio.subprocess.Process | None = None
         self._supervising: asyncio.Task[None] | None = None
 
@@ -115,7 +85,8 @@ class HttpGateway:
         return await self._process.wait()
 
     async def _start_process(self) -> str:
-        environment = {key: value for key, value in os.environ.items() if key not in _IGNORED}
+        # Settings of clients in the server's environment are not meant for its own gateway.
+        environment = {key: value for key, value in os.environ.items() if key not in CLIENT_VARIABLES}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "gradrule", "gateway"),
@@ -158,7 +129,7 @@ class HttpGateway:
             "--server": f"{_loopback(settings.host)}:{self._server_port}",
             "--host": settings.host,
             "--port": str(self._port),
-            "--max-body-bytes": str(settings.max_body_bytes),
+            "--max-body-bytes": str(int(settings.max_message_bytes)),
             "--drain-s": f"{max(settings.drain_s, 0.1):g}",
             "--log-level": settings.log_level,
             "--log-format": settings.log_format,
@@ -171,12 +142,9 @@ class HttpGateway:
                 "--server-cert": str(settings.tls_cert),
             }
         words = [word for flag, value in flags.items() for word in (flag, value)]
-        for name in settings.allowed_hosts:
+        for name in filter(None, map(str.strip, settings.http_allowed_hosts.split(","))):
             words += ["--allowed-host", name]
         return words
-
-
-_IGNORED = {f"GRADRULE_{name}" for name in _CLIENT_VARIABLES}
 
 
 def _loopback(host: str) -> str:

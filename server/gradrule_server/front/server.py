@@ -7,7 +7,7 @@ import errno
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from gradrule_server.front.services import (
 )
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.identity.watched_file import WatchedFile
+from gradrule_server.settings import Settings
 
 _log = logging.getLogger(__name__)
 
@@ -152,58 +153,44 @@ class AcceptLoopEnded(Exception):
     """gRPC accepts no more calls although the server was not stopped; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionSettings:
-    """Limits of connections: sizes in bytes, times in seconds. `max_age_s` 0: connections have no maximum age."""
-
-    max_message_bytes: int
-    max_metadata_bytes: int
-    max_connections: int
-    max_connection_streams: int
-    handshake_timeout_s: float
-    keepalive_s: float
-    keepalive_timeout_s: float
-    max_age_s: float
-    age_grace_s: float
-
-    def options(self) -> list[tuple[str, int]]:
-        """Returns the settings as gRPC channel arguments."""
-        keepalive_ms = _ms(self.keepalive_s)
-        options = [
-            ("grpc.max_receive_message_length", self.max_message_bytes),
-            ("grpc.max_send_message_length", _UNLIMITED),
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_allowed_incoming_connections", self.max_connections),
-            ("grpc.max_concurrent_streams", self.max_connection_streams),
-            # By default gRPC cancels some calls, without a reason, where a thousand start at once.
-            ("grpc.server.max_pending_requests", _MANY_PENDING),
-            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
-            ("grpc.server_handshake_timeout_ms", _ms(self.handshake_timeout_s)),
-            ("grpc.max_metadata_size", self.max_metadata_bytes),
-            ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
-            ("grpc.keepalive_time_ms", keepalive_ms),
-            # The first is the timeout of TCP, the second that of a PING.
-            ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
-            ("grpc.http2.ping_timeout_ms", _ms(self.keepalive_timeout_s)),
-            # Clients may ping twice as often as the server, and every 5 s in any case, also while they have no call.
-            ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms // 2, _PING_INTERVAL_MS)),
-            ("grpc.keepalive_permit_without_calls", 1),
+def channel_options(settings: Settings) -> list[tuple[str, int]]:
+    """Returns the limits of connections as gRPC channel arguments."""
+    keepalive_ms = _ms(settings.keepalive_s)
+    options = [
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", _UNLIMITED),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_concurrent_streams", settings.max_connection_streams),
+        # By default gRPC cancels some calls, without a reason, where a thousand start at once.
+        ("grpc.server.max_pending_requests", _MANY_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
+        ("grpc.server_handshake_timeout_ms", _ms(settings.handshake_timeout_s)),
+        ("grpc.max_metadata_size", settings.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        # The first is the timeout of TCP, the second that of a PING.
+        ("grpc.keepalive_timeout_ms", _ms(settings.keepalive_timeout_s)),
+        ("grpc.http2.ping_timeout_ms", _ms(settings.keepalive_timeout_s)),
+        # Clients may ping twice as often as the server, and every 5 s in any case, also while they have no call.
+        ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms // 2, _PING_INTERVAL_MS)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+    if settings.max_connection_age_s:
+        # gRPC varies this by up to 10 %, so that not all clients reconnect at once.
+        options += [
+            ("grpc.max_connection_age_ms", _ms(settings.max_connection_age_s)),
+            ("grpc.max_connection_age_grace_ms", _ms(settings.max_connection_age_grace_s)),
         ]
-        if self.max_age_s:
-            # gRPC varies this by up to 10 %, so that not all clients reconnect at once.
-            options += [
-                ("grpc.max_connection_age_ms", _ms(self.max_age_s)),
-                ("grpc.max_connection_age_grace_ms", _ms(self.age_grace_s)),
-            ]
-        return options
+    return options
 
 
 class GrpcServer:
     """The gRPC server: serves the services, reports whether an engine is ready, and drains before it stops."""
 
-    def __init__(self, connections: ConnectionSettings, watch: ConnectionWatch | None = None) -> None:
+    def __init__(self, options: Sequence[tuple[str, int]], watch: ConnectionWatch | None = None) -> None:
         self._watch = watch or ConnectionWatch()
-        self._server = grpc.aio.server(options=connections.options())
+        self._server = grpc.aio.server(options=options)
         self._accept_loop: asyncio.Task[object] | None = None
         self._is_draining = False
         self._health = Health(self._watch)

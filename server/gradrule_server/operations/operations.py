@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradrule.v1 import admin_pb2
@@ -31,31 +30,31 @@ _DRAIN_S = 2.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class OperationsSettings:
-    """What to run.
+class Operations:
+    """Metrics, traces, logs and status of a server. The front end uses `observer`.
 
-    Attributes:
-        version: The server's version, for status and traces.
+    Args:
+        version: The server's version, for traces.
         metrics_host: Address of metrics and health checks.
         metrics_port: Port of metrics and health checks; 0: none.
         otel_endpoint: Collector of traces; empty: no traces.
         audit_log: File of the audit log; empty: audit lines go to the server's log.
+
+    Raises:
+        TracingUnavailableError: Traces cannot be exported.
+        OSError: The audit log cannot be opened.
     """
 
-    version: str
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int = 0
-    otel_endpoint: str = ""
-    audit_log: str = ""
-
-
-class Operations:
-    """Metrics, traces, logs and status of a server. The front end uses `observer`."""
-
-    def __init__(self, settings: OperationsSettings) -> None:
-        """Raises `TracingUnavailableError` or, if the audit log cannot be opened, `OSError`."""
-        self._settings = settings
+    def __init__(
+        self,
+        version: str,
+        *,
+        metrics_host: str = "127.0.0.1",
+        metrics_port: int = 0,
+        otel_endpoint: str = "",
+        audit_log: str = "",
+    ) -> None:
+        self._address = metrics_host, metrics_port
         self._started_at = time.monotonic()
         self._sources: Sources | None = None
         self._access = AccessLog()
@@ -64,19 +63,20 @@ class Operations:
         self._port: MonitoringPort | None = None
         self._tracing: Tracing | None = None
         self._reporting: asyncio.Task[None] | None = None
-        audit.configure(settings.audit_log)
+        audit.configure(audit_log)
         self._lines, self._audit_lines = BackgroundWriter(logging.getLogger()), BackgroundWriter(audit.LOGGER)
+        self._audited = self._audit_lines if audit_log else self._lines
         sinks: list[Sink] = [self._access, self._audit]
-        if settings.metrics_port:
+        if metrics_port:
             # Import optional packages only if the settings ask for them.
             from gradrule_server.operations.metrics import Metrics
 
             self._metrics = Metrics()
             sinks.append(self._metrics)
-        if settings.otel_endpoint:
+        if otel_endpoint:
             from gradrule_server.operations.tracing import Tracing, exporter_to
 
-            self._tracing = Tracing(exporter_to(settings.otel_endpoint), settings.version)
+            self._tracing = Tracing(exporter_to(otel_endpoint), version)
             sinks.append(self._tracing)
         self.observer = Observer(sinks)
 
@@ -113,7 +113,7 @@ class Operations:
             from gradrule_server.operations.monitoring_port import MonitoringPort
 
             self._port = MonitoringPort(self._metrics.registry, self._refresh_metrics, is_ready)
-            await self._port.start(self._settings.metrics_host, self._settings.metrics_port)
+            await self._port.start(*self._address)
 
     async def stop(self) -> None:
         """Reports dropped lines, exports remaining spans and stops; waits a few seconds at most for blocked logs."""
@@ -150,5 +150,4 @@ class Operations:
             unwritten = self._lines.take_dropped()
             if unwritten:
                 _log.warning("%d lines of the log were left out", unwritten)
-        audited = self._audit_lines if self._settings.audit_log else self._lines
-        self._audit.log_dropped(self._audit_lines.take_dropped(), may_write=audited.can_write)
+        self._audit.log_dropped(self._audit_lines.take_dropped(), may_write=self._audited.can_write)

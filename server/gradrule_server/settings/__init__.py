@@ -3,6 +3,7 @@
 from gradrule_server.settings.groups import default_data_dir
 from gradrule_server.settings.model import GROUPS, Settings
 from gradrule_server.settings.sources import (
+    CLIENT_VARIABLES,
     PRESETS,
     SOURCE_NAMES,
     SettingsError,
@@ -13,6 +14,7 @@ from gradrule_server.settings.sources import (
 )
 
 __all__ = [
+    "CLIENT_VARIABLES",
     "GROUPS",
     "PRESETS",
     "SOURCE_NAMES",

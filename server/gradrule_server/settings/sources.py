@@ -22,8 +22,7 @@ SOURCE_NAMES = ("for", "config")
 
 _PREFIX = "GRADRULE_"
 
-# Variables of the client's commands: with them set, a server must still start.
-_CLIENT_VARIABLES = frozenset(
+CLIENT_VARIABLES = frozenset(
     {
         "GRADRULE_TARGET",
         "GRADRULE_TOKEN",
@@ -34,6 +33,7 @@ _CLIENT_VARIABLES = frozenset(
         "GRADRULE_INSECURE_TOKEN",
     }
 )
+"""Variables of the client's commands: with them set, a server must still start."""
 
 # Kubernetes sets these variables in a container for each Service; Services may be named gradrule or gradrule-….
 _SERVICE_NAMES = re.compile(
@@ -78,7 +78,7 @@ def read_environment(fields: Mapping[str, FieldInfo], environ: Mapping[str, str]
         SettingsError: If a variable is not a setting.
     """
     names = {environment_name(name): name for name in (*SOURCE_NAMES, *fields)}
-    ignored = _CLIENT_VARIABLES.union(kubernetes_service_variables(environ))
+    ignored = CLIENT_VARIABLES.union(kubernetes_service_variables(environ))
     values = {}
     for variable, value in sorted(environ.items()):
         if variable.startswith(_PREFIX) and variable not in ignored:

@@ -16,11 +16,12 @@ from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.connections import Connection, ConnectionLimits, ConnectionWatch
 from gradrule_server.front.public_services import Reflection
 from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
-from gradrule_server.front.server import ConnectionSettings, GrpcServer
+from gradrule_server.front.server import GrpcServer, channel_options
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import Peer, close_connection
 from gradrule_server.identity import Authenticator
 from gradrule_server.link.operating_system import HeapTrimmer
+from gradrule_server.settings import Settings
 from tests.battery import wire
 from tests.battery.unfinished_messages import send_unfinished
 from tests.processes import count_descriptors
@@ -195,7 +196,9 @@ def test_connection_with_a_stalled_message_is_closed() -> None:
 async def serving(limits: ConnectionLimits, check_every_s: float = 1.0) -> AsyncIterator[str]:
     """A server with a stream that reads and sends nothing."""
     watch = ConnectionWatch(limits, check_every_s=check_every_s)
-    server = GrpcServer(ConnectionSettings(64 * MIB, 8192, limits.connections, 100, 10.0, 30.0, 20.0, 0.0, 1.0), watch)
+    server = GrpcServer(
+        channel_options(Settings(max_connections=limits.connections, max_connection_streams=100)), watch
+    )
     pipeline = RequestPipeline(
         CallerAuthenticator(Authenticator()),
         FakeTenants(streams=100),

@@ -12,7 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gradrule_server.front.public_services import NOT_SERVING, SERVING, Health
-from gradrule_server.front.server import ConnectionSettings, GrpcServer
+from gradrule_server.front.server import GrpcServer, channel_options
+from gradrule_server.settings import Settings
 from tests.battery import wire
 
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -138,8 +139,7 @@ async def test_unfinished_request_times_out() -> None:
 
 
 async def test_server_stops_although_watchers_do_not_read() -> None:
-    connections = ConnectionSettings(4096, 8192, 16, 100, 10.0, 30.0, 20.0, 0.0, 1.0)
-    server = GrpcServer(connections)
+    server = GrpcServer(channel_options(Settings(max_connections=16, max_connection_streams=100)))
     port = await server.start("127.0.0.1:0", None)
     target = f"127.0.0.1:{port}"
     async with AsyncExitStack() as stack:

@@ -9,11 +9,12 @@ from collections import Counter
 import pytest
 
 from gradrule_server.front import http_gateway
-from gradrule_server.front.http_gateway import GatewayError, GatewaySettings, HttpGateway
+from gradrule_server.front.http_gateway import GatewayError, HttpGateway
+from gradrule_server.settings import Settings
 
 
 def _gateway(ended: Counter[str]) -> HttpGateway:
-    return HttpGateway(GatewaySettings("127.0.0.1", 0, None, None, (), 1024, 1.0, "info", "json"), 0, ended)
+    return HttpGateway(Settings(http_port=0), 0, ended)
 
 
 class Enough(Exception):

@@ -21,7 +21,7 @@ from gradrule_server.operations import audit, logs
 from gradrule_server.operations.audit import AuditLog
 from gradrule_server.operations.log_writing import BackgroundWriter, LineHandler
 from gradrule_server.operations.logs import JsonFormatter
-from gradrule_server.operations.operations import Operations, OperationsSettings
+from gradrule_server.operations.operations import Operations
 from tests.unit.operations.records import make, refusal
 from tests.unit.operations.states import sources
 
@@ -199,7 +199,7 @@ def test_stopping_server_writes_all_lines_and_reports_dropped_ones(tmp_path: Pat
     sent = 30_000
 
     async def serve() -> None:
-        operations = Operations(OperationsSettings("1", audit_log=str(tmp_path / "audit.jsonl")))
+        operations = Operations("1", audit_log=str(tmp_path / "audit.jsonl"))
         await operations.start(sources(), lambda: True)
         try:
             flood(logging.getLogger(), sent)
@@ -222,7 +222,7 @@ def test_stopping_server_does_not_wait_for_a_blocked_log(tmp_path: Path) -> None
     logs.configure("info", "json", pipe.stream)
 
     async def serve() -> float:
-        operations = Operations(OperationsSettings("1"))
+        operations = Operations("1")
         await operations.start(sources(), lambda: True)
         flood(logging.getLogger(), 1000)
         began = time.monotonic()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradrule_server.operations import audit, operations
-from gradrule_server.operations.operations import Operations, OperationsSettings
+from gradrule_server.operations.operations import Operations
 from tests.unit.operations.states import sources
 
 
@@ -17,7 +17,7 @@ async def test_failed_background_task_is_logged_and_does_not_prevent_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "audit.jsonl"
-    watching = Operations(OperationsSettings("1.2.3", audit_log=str(file)))
+    watching = Operations("1.2.3", audit_log=str(file))
     report, died = watching._report_dropped, asyncio.Event()
 
     def fail() -> None:
