@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -113,12 +113,6 @@ class Connection(RequestScheduler, asyncio.Protocol):
         self.last_heard = self.loop.time()
         """Loop time when the engine last sent anything."""
         self.greeting: asyncio.Future[link_pb2.Greeting] = self.loop.create_future()
-
-    @property
-    def present(self) -> frozenset[Hashable | None]:
-        """The workloads that were running when the connection closed; None for requests without one."""
-        requests = [*self.lost, *(batch.requests[0] for batch in self.lost_batches)]
-        return frozenset(None if request.recorder is None else request.recorder.workload for request in requests)
 
     @property
     def lost_one(self) -> bool:

@@ -455,7 +455,6 @@ class Engine:
         if self._process is not process:
             return
         self._process = None
-        process.crash_report.present = process.connection.present
         if len(self._unbatched) < _MAX_REMEMBERED:
             self._unbatched |= {batch.key.digest for batch in process.connection.lost_batches}
         if len(self._without_jit) < _MAX_REMEMBERED:

@@ -23,7 +23,6 @@ from gradrule_server.link.operating_system import OOM_KILLS
 from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import (
-    CrashReport,
     EndReason,
     EngineEnd,
     EngineLost,
@@ -134,7 +133,6 @@ class EngineProcess:
     """Its memory at the last measurement."""
     own_bytes: int = 0
     """The part of it that no other process has: a forked process shares pages until it writes to them."""
-    crash_report: CrashReport = field(default_factory=CrashReport)
     _ended_for: EndReason | None = None
     _end_task: asyncio.Task[EngineEnd] | None = None
 
@@ -190,7 +188,7 @@ class EngineProcess:
 
     def loss_error(self, end: EngineEnd) -> EngineLost:
         """Returns the error of a request that was running when the process ended."""
-        return lost_while_running(end, self.crash_report, ran_alone=self.connection.lost_one)
+        return lost_while_running(end, ran_alone=self.connection.lost_one)
 
     async def stop(self) -> None:
         """Closes the connection, so that the process ends; kills it if it does not."""

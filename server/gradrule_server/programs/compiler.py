@@ -257,7 +257,7 @@ class Compiler:
                 return await self._loaded.wait(held, may_move=engine is None)
 
         recovery.is_building = True
-        reply = await recovery.run(loadable.workload, load, proves=False)
+        reply = await recovery.run(loadable.workload, load)
         device = self._loaded.pool.greeting.device
         finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, recovery.ends_at)
         return RunnableProgram(_join_compiled(prepared, finished, self._limits), loadable)

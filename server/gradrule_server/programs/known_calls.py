@@ -31,7 +31,7 @@ from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.engine_cache import Load
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.runner import may_batch, run_limit_error, run_limit_s
-from gradrule_server.recovery.crash_history import HistoryRecorder
+from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 
 CallStructure: TypeAlias = tuple[bytes, ...]
@@ -166,7 +166,7 @@ class KnownCall:
     key: StoredKey
     program: RunnableProgram
     template: RunTemplate
-    recorder: HistoryRecorder
+    recorder: OutcomeRecorder
     may_batch: bool = True
     run_limit_s: float = math.inf
     used_at: float = 0.0
@@ -213,7 +213,7 @@ class KnownCalls:
         if self._cache.get(key, is_counted=False) is not program:
             return
         self._remove(structure)
-        recorder = HistoryRecorder(self._loaded.crash_history, program.loadable.workload)
+        recorder = OutcomeRecorder(self._loaded.crash_history, program.loadable.workload)
         self._calls[structure] = KnownCall(key, program, template, recorder, may_batch(request), run_limit_s(request))
         self._structures.setdefault(key, set()).add(structure)
         if len(self._calls) > _MAX_CALLS:
@@ -294,7 +294,6 @@ class KnownCalls:
             self._cache.mark_used(call.key)
         if load.is_available:
             self._loaded.mark_used(load)
-        self._loaded.crash_history.record_success(call.recorder.workload)
 
     def _remove_program(self, key: StoredKey) -> None:
         """Removes the calls of a program."""

@@ -225,7 +225,7 @@ class Preparer:
         ends_at: float,
         read: Callable[[bytes], AnswerT],
     ) -> AnswerT:
-        """Returns the answer of a worker. A graph that ends two workers goes into quarantine.
+        """Returns the answer of a worker. A graph that ends a worker goes into quarantine.
 
         Args:
             task: The task, without limits.
@@ -249,8 +249,7 @@ class Preparer:
         recovery = CallRecovery(self._recovery_workers, self._crash_history, ends_at=ends_at, words=_WORDS)
         recovery.is_building = True
         with contextlib.closing(questions):
-            # A graph that can be read may still crash engines, so reading it proves nothing.
-            return await recovery.run(workload, attempt, proves=False)
+            return await recovery.run(workload, attempt)
 
     async def _run_once(
         self,

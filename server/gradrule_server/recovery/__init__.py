@@ -6,8 +6,7 @@ find out whether they crash engines, and which graphs are refused for a while (q
 
 - `endings`: why an engine ended, and the error that its calls get.
 - `crash_history`: what each graph has done to engines so far, and which graphs are in quarantine.
-- `recovery_states`: the state machine of one call: its states, the events, and the table of transitions.
-- `call_recovery`: runs one call through that state machine.
+- `call_recovery`: runs one call until it completes: beside others, or alone.
 
 This package knows nothing of sockets and processes; `gradrule_server.link` imports it.
 """

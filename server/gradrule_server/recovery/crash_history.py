@@ -6,11 +6,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
-from gradrule_server.recovery.endings import CrashReport, EndReason, EngineLost
+from gradrule_server.recovery.endings import EndReason, EngineLost
 
 # Workloads in each table; the one that was recorded least recently is dropped.
 _MAX_ENTRIES = 4096
@@ -19,15 +19,9 @@ _MAX_ENTRIES = 4096
 _CRASHES_COUNT_FOR = 10
 _MAX_CRASHES = 2
 
-# A workload that runs beside others is the likely cause of their engines' ends once it was present at this many ends
-# that have no other workload in common.
-_SHARED_CRASHES = 3
-_MAX_SHARED_CRASHES = 16
-
-# A run counts as an overrun only if it takes this many times the longest request of its workload, and longer than
-# `_MIN_OVERRUN_S`. Before the first run there is only the time of building; the first run optimizes what was built.
-_OVERRUN_FACTOR = 10
-_FIRST_RUN_FACTOR = 3
+# A run counts as an overrun only if it takes this many times the longest request of its workload, which is that of
+# building it before the first run, and longer than `_MIN_OVERRUN_S`.
+_OVERRUN_FACTOR = 5
 _MIN_OVERRUN_S = 1.0
 
 K = TypeVar("K", bound=Hashable)
@@ -72,10 +66,8 @@ class CrashHistory:
     ) -> None:
         self._quarantine_s = quarantine_s
         self._on_quarantine = on_quarantine
-        self._succeeded: OrderedDict[Workload, None] = OrderedDict()
         self._longest_runs: OrderedDict[Workload, float] = OrderedDict()
         self._crashes: OrderedDict[Workload, list[float]] = OrderedDict()
-        self._shared_crashes: OrderedDict[Workload, list[tuple[float, CrashReport]]] = OrderedDict()
         self._quarantines: OrderedDict[Workload, Quarantine] = OrderedDict()
 
     def check(self, workload: Workload) -> None:
@@ -96,17 +88,6 @@ class CrashHistory:
             retry_after_s=left_s,
         )
 
-    def record_success(self, workload: Workload) -> None:
-        """Records that the workload completed without ending its engine."""
-        if workload in self._succeeded:
-            self._succeeded.move_to_end(workload)
-        else:
-            _remember(self._succeeded, workload, None)
-
-    def has_succeeded(self, workload: Workload) -> bool:
-        """Returns whether the workload has completed before."""
-        return workload in self._succeeded
-
     def record_completion(self, workload: Workload, seconds: float) -> None:
         """Records how long an engine worked on one request of the workload."""
         if seconds > self._longest_runs.get(workload, -1.0):
@@ -114,54 +95,29 @@ class CrashHistory:
         else:
             self._longest_runs.move_to_end(workload)
 
-    def longest_run_s(self, workload: Workload) -> float:
-        """Returns the longest time that an engine worked on one request of the workload, seconds; 0 if unknown."""
-        return self._longest_runs.get(workload, 0.0)
-
     def record_overrun(self, workload: Workload, seconds: float, cause: str) -> None:
         """Records that a run went on past its deadline, for `seconds` in all, and that its engine was ended.
 
         It counts as a crash if it ran for much longer than the workload ever did: deadlines can be short, and machines
         busy.
         """
-        factor = _OVERRUN_FACTOR if self.has_succeeded(workload) else _FIRST_RUN_FACTOR
-        if seconds > max(_MIN_OVERRUN_S, factor * self.longest_run_s(workload)):
+        if seconds > max(_MIN_OVERRUN_S, _OVERRUN_FACTOR * self._longest_runs.get(workload, 0.0)):
             self.record_crash(workload, cause)
 
     def record_crash(self, workload: Workload, cause: str) -> None:
         """Records that the workload ended an engine. The second crash puts it into quarantine."""
-        since, now = self._crash_window()
+        # CLOCK_MONOTONIC, seconds.
+        now = time.monotonic()
+        since = now - _CRASHES_COUNT_FOR * self._quarantine_s
         times = [at for at in self._crashes.get(workload, []) if at > since] + [now]
         _remember(self._crashes, workload, times)
         if len(times) >= _MAX_CRASHES:
             self.quarantine(workload, cause)
 
-    def record_shared_crash(self, workload: Workload, report: CrashReport, cause: str) -> None:
-        """Records that the workload ran beside others in an engine that ended, and cannot be run alone.
-
-        A single end says nothing. Quarantine follows after several ends that share no other workload. Workloads that
-        completed since do not count as others, and ends whose culprit is known do not count.
-        """
-        if not report.present:
-            return
-        since, now = self._crash_window()
-        ends = [(at, end) for at, end in self._shared_crashes.get(workload, []) if at > since] + [(now, report)]
-        _remember(self._shared_crashes, workload, ends[-_MAX_SHARED_CRASHES:])
-        count, seen = 0, set[Hashable | None]()
-        for _, end in reversed(ends):
-            others = end.present - {workload} - end.cleared
-            if end.culprit is None and seen.isdisjoint(others):
-                count += 1
-                seen |= others
-        if count >= _SHARED_CRASHES:
-            self.quarantine(workload, cause)
-
     def quarantine(self, workload: Workload, cause: str) -> None:
         """Refuses the workload from now on, and forgets its other records."""
-        self._succeeded.pop(workload, None)
         self._crashes.pop(workload, None)
         self._longest_runs.pop(workload, None)
-        self._shared_crashes.pop(workload, None)
         if self._quarantine_s:
             found = Quarantine(workload, cause, time.monotonic() + self._quarantine_s)
             _remember(self._quarantines, workload, found)
@@ -172,67 +128,34 @@ class CrashHistory:
         now = time.monotonic()
         return [found for found in self._quarantines.values() if found.until > now]
 
-    def _crash_window(self) -> tuple[float, float]:
-        """Returns the time since which crashes count, and now; CLOCK_MONOTONIC, seconds."""
-        now = time.monotonic()
-        return now - _CRASHES_COUNT_FOR * self._quarantine_s, now
-
-
-class OutcomeRecorder(Protocol):
-    """Records what a request did to its engine, even if no caller waits for the request any more."""
-
-    @property
-    def workload(self) -> Hashable:
-        """What the request is blamed as; the same for all requests of one workload."""
-        ...
-
-    @property
-    def least_run_s(self) -> float:
-        """Seconds that the request may run before its engine is ended, even if its deadline passes."""
-        ...
-
-    def record_completion(self, seconds: float) -> None:
-        """Records that the engine completed the request, and how long it worked on it."""
-        ...
-
-    def record_overrun(self, seconds: float) -> None:
-        """Records that the engine was ended because the run went on past its deadline, for `seconds` in all."""
-        ...
-
-    def record_engine_loss(self, lost: EngineLost) -> None:
-        """Records that the engine ended while the request ran, and that the request will not be run again."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
-class HistoryRecorder:
-    """Records the outcomes of one workload's requests in a crash history."""
+class OutcomeRecorder:
+    """Records what the requests of one workload do to engines, even if no caller waits for them any more.
+
+    `least_run_s`: Seconds that a request may run before its engine is ended, even if its deadline passes.
+    """
 
     crash_history: CrashHistory
     workload: Workload
     least_run_s: float = 0.0
 
     def record_completion(self, seconds: float) -> None:
-        """See `OutcomeRecorder`."""
+        """Records that the engine completed a request, and how long it worked on it."""
         self.crash_history.record_completion(self.workload, seconds)
 
     def record_overrun(self, seconds: float) -> None:
-        """See `OutcomeRecorder`."""
+        """Records that the engine was ended because the run went on past its deadline, for `seconds` in all."""
         self.crash_history.record_overrun(self.workload, seconds, "it went on after its deadline")
 
     def record_engine_loss(self, lost: EngineLost) -> None:
-        """Records a crash if the request ran alone, else a shared crash. Counts each engine's end once.
+        """Records that the engine ended while a request ran in it that will not run again.
 
-        Lack of memory is no crash: it depends on the batch, and on what else the engine holds.
+        It counts as a crash if the request ran alone. Lack of memory is no crash: it depends on the batch, and on what
+        else the engine holds.
         """
-        report = lost.crash_report
-        if not lost.is_blamable or lost.engine_end.reason is EndReason.MEMORY or self.workload in report.recorded:
-            return
-        report.recorded.add(self.workload)
-        if lost.ran_alone:
+        if lost.is_blamable and lost.engine_end.reason is not EndReason.MEMORY and lost.ran_alone:
             self.crash_history.record_crash(self.workload, str(lost.engine_end))
-        else:
-            self.crash_history.record_shared_crash(self.workload, report, str(lost.engine_end))
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:

@@ -6,7 +6,6 @@ import enum
 import re
 import signal
 import socket
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
@@ -54,19 +53,21 @@ BLAMABLE_REASONS = frozenset({EndReason.CRASH, EndReason.MEMORY, EndReason.HEART
 """Reasons that a graph can cause."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineEnd:
-    """How an engine ended.
+    """How an engine ended. All calls that were running in the engine share it.
 
     Attributes:
         reason: Why.
         description: For people: `SIGABRT`, `exit code 3`.
         fatal_message: TensorFlow's first fatal log message, without paths; empty if there was none.
+        is_explained: Whether the call that caused it is known.
     """
 
     reason: EndReason
     description: str
     fatal_message: str = ""
+    is_explained: bool = field(default=False, compare=False)
 
     @property
     def is_blamable(self) -> bool:
@@ -75,27 +76,6 @@ class EngineEnd:
 
     def __str__(self) -> str:
         return f"{self.description}: {self.fatal_message}" if self.fatal_message else self.description
-
-
-@dataclass(slots=True, eq=False)
-class CrashReport:
-    """What is known about one engine's end. All calls that were running in the engine share one report.
-
-    Attributes:
-        present: Workloads of the calls that were running; None for a request without one.
-        unproven: How many of these calls have a workload that never completed before.
-        cleared: Workloads that have completed elsewhere since.
-        recorded: Workloads whose crash history already counts this end.
-        culprit: The workload that caused the end, once it is found.
-        culprit_error: The error that calls of the culprit get.
-    """
-
-    present: frozenset[Hashable | None] = frozenset()
-    unproven: int = 0
-    cleared: set[Hashable] = field(default_factory=set)
-    recorded: set[Hashable] = field(default_factory=set)
-    culprit: Hashable | None = None
-    culprit_error: Exception | None = None
 
 
 @dataclass
@@ -110,12 +90,10 @@ class EngineLost(GradruleError):
     Attributes:
         engine_end: How the engine ended.
         ran_alone: Whether no other call was running in it.
-        crash_report: Shared by all calls that were running in it.
     """
 
     engine_end: EngineEnd
     ran_alone: bool
-    crash_report: CrashReport
 
     @property
     def is_blamable(self) -> bool:
@@ -141,11 +119,10 @@ def lost_before_start() -> EngineLost:
         [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the engine died before it took the request up")],
         engine_end=EngineEnd(EndReason.STOPPED, "its connection broke"),
         ran_alone=False,
-        crash_report=CrashReport(),
     )
 
 
-def lost_while_running(engine_end: EngineEnd, crash_report: CrashReport, *, ran_alone: bool) -> EngineLost:
+def lost_while_running(engine_end: EngineEnd, *, ran_alone: bool) -> EngineLost:
     """Returns the error of a request that was running when its engine ended. See `EngineLost`."""
     reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {engine_end}"
     retry_after_s = None
@@ -159,7 +136,6 @@ def lost_while_running(engine_end: EngineEnd, crash_report: CrashReport, *, ran_
         retry_after_s,
         engine_end=engine_end,
         ran_alone=ran_alone,
-        crash_report=crash_report,
     )
 
 

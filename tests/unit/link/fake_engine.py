@@ -15,7 +15,7 @@ from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import DEFAULT_TIMES, EngineTimes, ProcessOptions
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost, lost_while_running
+from gradrule_server.recovery.endings import EndReason, EngineEnd, EngineLost, lost_while_running
 
 
 class Transport(asyncio.Transport):
@@ -77,7 +77,6 @@ class FakeProcess:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.crash_report = CrashReport()
         self.ended_with: EngineEnd | None = None
 
     @property
@@ -116,7 +115,7 @@ class FakeProcess:
         return self.ended_with
 
     def loss_error(self, end: EngineEnd) -> EngineLost:
-        return lost_while_running(end, self.crash_report, ran_alone=self.connection.lost_one)
+        return lost_while_running(end, ran_alone=self.connection.lost_one)
 
 
 class FakeRecorder:

@@ -15,7 +15,7 @@ from gradrule_server.link.messages import fault_message
 from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import ProgramNotLoaded
-from tests.unit.link.fake_engine import FakeRecorder, Transport, connected
+from tests.unit.link.fake_engine import Transport, connected
 
 
 def answer(connection: Connection, transport: Transport, payload: bytes, kind: Kind = Kind.RAN) -> None:
@@ -90,15 +90,6 @@ async def test_a_lost_connection_tells_which_requests_had_started() -> None:
         assert work.ended
     with pytest.raises(ConnectionLost):
         connection.submit(Kind.RUN, b"c")
-
-
-async def test_a_lost_connection_tells_which_workloads_ran() -> None:
-    connection, _ = connected(2)
-    connection.submit(Kind.RUN, b"a")
-    connection.submit(Kind.RUN, b"b", FakeRecorder())
-    connection.submit(Kind.RUN, b"waits")
-    connection.connection_lost(None)
-    assert connection.present == {None, FakeRecorder.workload}
 
 
 @pytest.mark.parametrize("kind", [GradruleError, ProgramNotLoaded])
