@@ -293,21 +293,6 @@ def _chain(count: int, op: Any = tf.sin) -> Any:
     return build_graph_def(build)
 
 
-def test_next_engine_loads_the_programs_in_use_in_advance(supervised: RunningServer, own: Any) -> None:
-    before = {pid: cpu_seconds(pid) for pid in engine_pids(supervised)}
-    program = own.compile(_chain(500), ys=["y"], xs=["x"])
-    first = program.evaluate({"x": np.float32(0.5)})
-    wait_for_spare(supervised)
-    engine = max(before, key=lambda pid: cpu_seconds(pid) - before[pid])
-    os.kill(engine, signal.SIGKILL)
-    wait_until(lambda: True if engine not in engine_pids(supervised) else None, "the end of an engine")
-    wait_for_spare(supervised)
-    again = program.evaluate({"x": np.float32(0.5)})
-    assert again.gradients["x"] == first.gradients["x"]
-    # This call did not load it.
-    assert again.timings.compile == 0
-
-
 def test_slow_compilation_delays_no_other_program(supervised: RunningServer, own: Any) -> None:
     """An engine compiles one program at a time; a program that waits behind a slow one moves to the spare."""
     # It takes ten seconds or more; other programs move to the spare after two, and the spare needs one or two to be

@@ -41,8 +41,6 @@ class Use(enum.Enum):
 
     PROGRAMS = enum.auto()
     """Calls without a session. Its process is replaced when it ends."""
-    EXTRA = enum.auto()
-    """Programs that would wait behind one that compiles for long. Exists for a while only."""
     SESSIONS = enum.auto()
     """Sessions and nothing else, so that no other call ends them."""
     TRIAL = enum.auto()
@@ -116,11 +114,6 @@ class Engine:
     def is_ready(self) -> bool:
         """Whether it accepts requests."""
         return self._process is not None
-
-    @property
-    def is_extra(self) -> bool:
-        """Whether it exists for a while only."""
-        return self.use is Use.EXTRA
 
     @property
     def is_idle(self) -> bool:
@@ -269,7 +262,7 @@ class Engine:
 
         Returns False if that would cost sessions or forward handles, or if the process is not replaced.
         """
-        if self._process is None or self.kept or self.use not in (Use.PROGRAMS, Use.EXTRA):
+        if self._process is None or self.kept or self.use is not Use.PROGRAMS:
             return False
         self._process.end(EndReason.FULL)
         return True
@@ -399,12 +392,6 @@ class Engine:
             request.is_given_up = True
             raise
         return process.loss_error(end)
-
-    async def ended_for_memory(self) -> bool:
-        """Returns whether the previous process ended because it took too much memory, once that is known."""
-        if self._reports:
-            await asyncio.wait(self._reports)
-        return self.last_end is not None and self.last_end.reason is EndReason.MEMORY
 
     async def wait_lost(self) -> EngineEnd | None:
         """Waits until the current process ends. Returns how it ended; None if there is no process."""

@@ -108,8 +108,6 @@ class EnginePool:
         """The engines of all tenants, and engines without an owner yet; without trials."""
         for _ in range(engines):
             self._add(None, Use.PROGRAMS)
-        self.on_filled: list[Callable[[Engine], None]] = []
-        """Called with each engine that got a new process."""
         self.on_removed: list[Callable[[Engine], None]] = []
         """Called with each engine that is removed, trials included."""
         self._on_change = on_change
@@ -218,7 +216,7 @@ class EnginePool:
         await self._spares.stop()
 
     def engines_for(self, owner: str) -> list[Engine]:
-        """Returns the engines that run a tenant's programs and take calls, including extra ones."""
+        """Returns the engines that run a tenant's programs and take calls."""
         return [
             engine
             for engine in self.engines
@@ -286,10 +284,13 @@ class EnginePool:
         if not engine.kept and engine.use is not Use.SESSIONS and self.held >= self.max_held:
             raise self._full(engine.owner or "", Need.HANDLE, 0.0)
 
-    def claim_another(self, owner: str) -> Engine | None:
-        """Returns one more engine for a tenant's programs; None if it may have no more, or none is ready."""
-        own = [engine for engine in self.engines_for(owner) if engine.use is Use.PROGRAMS]
-        if len(own) >= self.per_tenant or not all(engine.is_ready for engine in own):
+    def claim_another(self, owner: str, *, surplus: int = 0) -> Engine | None:
+        """Returns one more engine for a tenant's programs; None if it may have no more, or none is ready.
+
+        `surplus`: How many more engines than usual the tenant may have, until they are idle.
+        """
+        own = self.engines_for(owner)
+        if len(own) >= self.per_tenant + surplus or not all(engine.is_ready for engine in own):
             return None
         engine = self._claim(owner)
         if engine is None:
@@ -298,24 +299,6 @@ class EnginePool:
             engine = self._add(owner, Use.PROGRAMS)
             engine.start()
         return engine if engine.is_ready else None
-
-    def borrow(self, owner: str) -> Engine | None:
-        """Returns an extra engine for a tenant until `release`; None if it has one, or no process is ready."""
-        if any(engine.is_extra for engine in self.engines_for(owner)):
-            return None
-        if self._waiting or self.is_full():
-            return None
-        process = self._spares.take_now()
-        if process is None:
-            return None
-        engine = self._add(owner, Use.EXTRA)
-        engine.install(process)
-        return engine
-
-    def release(self, engine: Engine) -> None:
-        """Ends an extra engine, unless it was ended already to make room."""
-        if engine in self.engines:
-            self._remove(engine)
 
     @contextlib.asynccontextmanager
     async def alone(self, owner: str) -> AsyncIterator[Engine]:
@@ -357,7 +340,7 @@ class EnginePool:
 
     def _has_place(self, owner: str) -> bool:
         """Returns whether a tenant has an engine for programs, even if its process is only starting."""
-        return any(engine.use is Use.PROGRAMS for engine in self.engines_for(owner))
+        return bool(self.engines_for(owner))
 
     def _is_settled(self, engine: Engine) -> bool:
         """Returns whether a starting engine is ready, or has ended."""
@@ -715,9 +698,6 @@ class EnginePool:
         if is_ready != self._was_ready:
             self._was_ready = is_ready
             self._on_change(is_ready)
-        if engine.is_ready:
-            for listener in self.on_filled:
-                listener(engine)
 
     def _wake(self) -> None:
         """Wakes the tasks that wait for a change of engines."""

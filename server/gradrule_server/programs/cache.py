@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from gradrule_server.link.messages import CallShape
@@ -40,43 +39,24 @@ class SessionKey(NamedTuple):
 ProgramKey: TypeAlias = StoredKey | InlineKey | SessionKey
 
 
-@dataclass(slots=True)
-class _FileSizes:
-    """Counts the bytes of the files that programs hold, each once."""
-
-    holders: Counter[str] = field(default_factory=Counter)
-    bytes: int = 0
-
-    def add(self, sizes: Mapping[str, int]) -> None:
-        for name, size in sizes.items():
-            self.bytes += 0 if self.holders[name] else size
-            self.holders[name] += 1
-
-    def remove(self, sizes: Mapping[str, int]) -> None:
-        for name, size in sizes.items():
-            self.holders[name] -= 1
-            if not self.holders[name]:
-                del self.holders[name]
-                self.bytes -= size
-
-
 class ProgramCache:
     """The programs that were used last by calls and sessions of one tenant."""
 
     def __init__(self, capacity: int, capacity_bytes: int) -> None:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._programs: OrderedDict[ProgramKey, tuple[RunnableProgram, int]] = OrderedDict()
-        self._bytes = 0
-        self._files = _FileSizes()
-        self._revision = 0
+        self._programs: OrderedDict[ProgramKey, RunnableProgram] = OrderedDict()
+        self._held_bytes: int | None = 0
         self.on_removed: Callable[[StoredKey], None] = lambda key: None
         """Called with the key of each stored program that was dropped."""
 
     @property
     def held_bytes(self) -> int:
-        """The approximate size of all programs with the values that they keep in files, bytes."""
-        return self._bytes + self._files.bytes
+        """The approximate size of all programs, bytes. Each file of values counts once."""
+        if self._held_bytes is None:
+            files = {file.name: file.size for program in self._programs.values() for file in program.loadable.files}
+            self._held_bytes = sum(program.size for program in self._programs.values()) + sum(files.values())
+        return self._held_bytes
 
     def __len__(self) -> int:
         """Returns the number of programs."""
@@ -90,7 +70,7 @@ class ProgramCache:
         if found is None:
             return None
         self._programs.move_to_end(key)
-        return found[0]
+        return found
 
     def mark_used(self, key: ProgramKey) -> None:
         """Marks a cached program as used."""
@@ -98,7 +78,7 @@ class ProgramCache:
 
     def recent(self) -> Iterator[tuple[ProgramKey, RunnableProgram]]:
         """Returns the programs, most recently used first."""
-        return ((key, program) for key, (program, _) in reversed(self._programs.items()))
+        return reversed(self._programs.items())
 
     def put(self, key: ProgramKey, program: RunnableProgram, *, is_used: bool = True) -> None:
         """Adds a program and drops the least recently used ones; the last program stays, whatever its size.
@@ -107,20 +87,11 @@ class ProgramCache:
         """
         if not is_used and key in self._programs:
             return
-        if isinstance(key, InlineKey):
-            if key.revision < self._revision:
-                return
-            if key.revision > self._revision:
-                # Names mean other rules now, so no call finds programs of older revisions.
-                self._revision = key.revision
-                self._remove([old for old in self._programs if isinstance(old, InlineKey)])
         self._remove([key] if key in self._programs else [])
-        size = program.size
-        self._programs[key] = (program, size)
+        self._programs[key] = program
         if not is_used:
             self._programs.move_to_end(key, last=False)
-        self._bytes += size
-        self._files.add(program.loadable.file_sizes)
+        self._held_bytes = None
         while len(self._programs) > 1 and (
             len(self._programs) > self._capacity or self.held_bytes > self._capacity_bytes
         ):
@@ -140,9 +111,8 @@ class ProgramCache:
 
     def _remove(self, keys: list[ProgramKey]) -> None:
         for key in keys:
-            program, size = self._programs.pop(key)
-            self._bytes -= size
-            self._files.remove(program.loadable.file_sizes)
+            del self._programs[key]
+            self._held_bytes = None
             if isinstance(key, StoredKey):
                 self.on_removed(key)
 

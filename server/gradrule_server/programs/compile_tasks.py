@@ -14,7 +14,7 @@ from gradrule_server.concurrency import waiting_time
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.operations.request_record import timing_compilation
-from gradrule_server.programs.engine_cache import LONGEST_LOAD_S
+from gradrule_server.programs.loaded import LONGEST_LOAD_S
 from gradrule_server.recovery.call_recovery import EARLY_S, CallRecovery
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from gradrule_server.link.messages import CallShape, describe_only
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.policy import Limits, NodeLimits
-from gradrule_server.programs.engine_cache import Loadable
-from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Prepared, Preparer, RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore

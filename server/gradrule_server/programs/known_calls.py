@@ -28,8 +28,7 @@ from gradrule_server.operations.request_record import CallPath, record_known_cal
 from gradrule_server.policy import SMALL_BYTES
 from gradrule_server.programs.cache import ProgramCache, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
-from gradrule_server.programs.engine_cache import Load
-from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.loaded import Load, LoadedPrograms
 from gradrule_server.programs.runner import may_batch, run_limit_error, run_limit_s
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded

@@ -1,39 +1,140 @@
-"""Loads programs into engines and chooses the engine for each call."""
+"""Loads programs into engines, chooses the engine for each call, and unloads what was not used for longest."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, NoMemoryLeft
 from gradrule_server.link.engine import Engine
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.messages import compile_payload, unload_payload
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.request_scheduler import ConnectionLost
-from gradrule_server.programs.engine_cache import EngineProgramCache, Load, Loadable, ProgramSizes
-from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder
+from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest
+from gradrule_server.operations.request_record import record_cache_lookup
+from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder, Workload
 from gradrule_server.recovery.endings import lost_before_start
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.kept_values import KeptFile
 
-_log = logging.getLogger(__name__)
+# Programs are unloaded while the engine uses more than this share of its memory limit. The rest is for building.
+_MAX_SHARE = 0.75
+# Programs that all together take less than this share stay: unloading them would not help an engine that is full of
+# forward handles or of what calls compute.
+_LEAST_SHARE = 0.02
 
-# The most that is loaded before a call needs it: programs, nodes of one program, nodes of all programs.
-_MAX_WARM_PROGRAMS = 32
-_MAX_WARM_NODES = 20_000
-_MAX_TOTAL_WARM_NODES = 50_000
-_POLL_INTERVAL_S = 0.05
+LONGEST_LOAD_S = 120.0
+"""For which a program may be compiled and loaded without a call that waits for it, seconds.
 
-T = TypeVar("T")
+An engine is ended if a load takes longer than this and continues after the deadline of the first call for it.
+"""
 
+# The first run of a program takes about as long as loading it. Less than the factor from which on a run counts as a
+# crash: see `CrashHistory.record_overrun`.
+_FIRST_RUN_FACTOR = 2.0
 # An engine compiles one program at a time. Programs that have waited this long behind another one go to another engine.
 _SLOW_COMPILE_S = 2.0
-# An engine that was added for such programs stays at least this long.
-_EXTRA_ENGINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loadable:
+    """What an engine needs to load a program.
+
+    Attributes:
+        key: The program's digest, with the tenant's blob folder.
+        request: Bytes of its `CompileRequest`.
+        blobs: The blobs that the engine reads.
+        nodes: The number of nodes of its graph.
+        graph: Digest of the graph, equal for all encodings of equal graphs.
+        derivative: The derivative that it computes.
+        store: The blobs of the tenant; None: those of the server.
+        owner: The tenant.
+        files: The files of values that the engine maps; they exist as long as a program refers to them.
+    """
+
+    key: str
+    request: bytes
+    blobs: tuple[str, ...] = ()
+    nodes: int = 0
+    graph: str = ""
+    derivative: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_UNSPECIFIED
+    store: BlobStore | None = None
+    owner: str = ""
+    files: tuple[KeptFile, ...] = ()
+
+    @property
+    def workload(self) -> Workload:
+        """What is blamed if the program ends engines."""
+        return Workload(self.owner, self.graph, self.derivative)
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A program that an engine has loaded, or is going to load."""
+
+    program: Loadable
+    engine: Engine
+    generation: int
+    engine_key: str
+    work: EngineRequest
+    ends_at: float
+    """Loop time until which loading may take; see `LONGEST_LOAD_S`."""
+    holders: int = 0
+    has_run: bool = False
+    """Whether a run of it has completed."""
+    loading_s: float = 0.0
+    """How long the engine took to load it, seconds."""
+    is_forgotten: bool = False
+    """Whether the engine has unloaded the program, or will soon."""
+
+    @property
+    def is_available(self) -> bool:
+        """Whether calls can use the program now."""
+        is_current = self.generation == self.engine.generation and not self.engine.is_given_away
+        return is_current and not self.is_forgotten and self.is_loaded
+
+    @property
+    def least_run_s(self) -> float:
+        """Seconds that a run may take although its deadline passes: the first one optimizes what was loaded."""
+        return 0.0 if self.has_run else min(_FIRST_RUN_FACTOR * self.loading_s, LONGEST_LOAD_S)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether loading has ended, successfully or not."""
+        return self.work.answer.done()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether loading has succeeded."""
+        answer = self.work.answer
+        return answer.done() and not answer.cancelled() and answer.exception() is None
+
+    @property
+    def waits_long(self) -> bool:
+        """Whether it waits until its engine has compiled a program that takes long."""
+        return self.work.connection.is_waiting(self.work) and self.engine.has_compiled_for(_SLOW_COMPILE_S)
+
+
+@dataclass(slots=True, eq=False)
+class _EngineLoads:
+    """The programs of one process of an engine.
+
+    Attributes:
+        generation: Of the engine; see `Engine.generation`.
+        loads: By the key of the program, least recently used first.
+        started: The number of loads that the process started.
+        emptied_at: Loop time when idle programs were unloaded last, because no memory was left.
+    """
+
+    generation: int
+    loads: OrderedDict[str, Load] = field(default_factory=OrderedDict)
+    started: int = 0
+    emptied_at: float = 0.0
 
 
 class LoadedPrograms:
@@ -60,22 +161,20 @@ class LoadedPrograms:
         self._blobs = blobs
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._warming: set[asyncio.Task[None]] = set()
-        self._caches: dict[Engine, EngineProgramCache] = {}
-        self._sizes = ProgramSizes()
+        self._by_engine: dict[Engine, _EngineLoads] = {}
+        self._numbers = itertools.count(1)
         self.unloads: Counter[str] = Counter(dict.fromkeys(("count", "bytes", "memory"), 0))
         """The number of programs that were unloaded, by reason: `count`, `bytes`, `memory`."""
-        pool.on_filled.append(self._warm)
-        pool.on_removed.append(self._drop_cache)
+        pool.on_removed.append(self._drop)
 
     def __len__(self) -> int:
         """Returns the number of loaded programs; a program in two engines counts twice."""
-        return sum(len(self._engine_cache(engine)) for engine in self.pool.engines)
+        return sum(len(self._of(engine).loads) for engine in self.pool.engines)
 
     @property
     def held_bytes(self) -> int:
         """What all loaded programs take in their engines, bytes."""
-        return sum(self._engine_cache(engine).held_bytes for engine in self.pool.engines)
+        return sum(engine.memory.programs for engine in self.pool.engines)
 
     @contextlib.contextmanager
     def hold(
@@ -86,6 +185,9 @@ class LoadedPrograms:
         recorder: OutcomeRecorder | None = None,
     ) -> Iterator[Load]:
         """Loads a program unless it is loaded, and prevents its removal within this context.
+
+        A load that has started goes on if no call waits for it any more, so that the next call finds it; see
+        `LONGEST_LOAD_S`.
 
         Args:
             program: The program.
@@ -98,12 +200,29 @@ class LoadedPrograms:
             GradruleError: BLOB_NOT_FOUND, ENGINE_UNAVAILABLE.
         """
         engine, since = engine or self._best(program), asyncio.get_running_loop().time()
-        with engine.held(), self._engine_cache(engine).hold(program, ends_at, recorder) as load:
+        loads = self._of(engine).loads
+        load = loads.get(program.key)
+        record_cache_lookup("loaded", is_hit=load is not None)
+        if load is None:
+            load = self._start(engine, program, ends_at, recorder)
+        else:
+            loads.move_to_end(program.key)
+        load.holders += 1
+        if load.holders == 1:
+            engine.limit_run(load.work, load.ends_at, LONGEST_LOAD_S)
+        with engine.held():
             try:
+                self._drop_surplus(engine)
                 yield load
             except NoMemoryLeft as full:
                 self.make_room(load, full, since)
                 raise
+            finally:
+                load.holders -= 1
+                if not load.holders:
+                    engine.abandon(load.work, ends_at)
+                    if load.work.answer.cancelled():
+                        self.forget(load)
 
     @contextlib.asynccontextmanager
     async def hold_with_blobs(
@@ -127,14 +246,14 @@ class LoadedPrograms:
     def find_loaded(self, program: Loadable) -> Load | None:
         """Returns the program in the best engine, if that has loaded it."""
         try:
-            load = self._engine_cache(self._best(program)).get(program.key)
+            load = self._of(self._best(program)).loads.get(program.key)
         except GradruleError:
             return None
         return load if load is not None and load.is_available else None
 
     def mark_used(self, load: Load) -> None:
         """Marks a loaded program as used, so that others are dropped before it."""
-        self._engine_cache(load.engine).mark_used(load)
+        self._of(load.engine).loads.move_to_end(load.program.key)
 
     async def wait(self, load: Load, *, may_move: bool = False) -> bytes:
         """Waits until a held program is loaded, and returns the engine's answer. Raises `EngineLost`.
@@ -143,54 +262,114 @@ class LoadedPrograms:
         """
         while may_move and not load.is_done:
             await asyncio.wait([load.work.answer], timeout=_SLOW_COMPILE_S)
-            waits = load.work.connection.is_waiting(load.work)
-            if waits and load.engine.has_compiled_for(_SLOW_COMPILE_S) and self._has_alternative(load.engine):
+            if load.waits_long and self._has_alternative(load.engine):
                 raise lost_before_start()
         try:
             # Several callers may wait for one load; one that is cancelled must not cancel the load.
             answer = load.work.answer.result() if load.is_done else await asyncio.shield(load.work.answer)
         except ConnectionLost as gone:
             raise await load.engine.loss_error(load.work, gone) from None
-        load.check()
+        if load.generation != load.engine.generation:
+            raise lost_before_start()
         return answer
 
     def make_room(self, load: Load, full: NoMemoryLeft, since: float) -> None:
         """Frees the memory of an engine that has none left for a program; completes the error.
 
-        `since`: Loop time at which the call began.
+        Unloads all idle programs. If there are none, the engine gets a new process if possible. Does nothing if another
+        call has unloaded programs after `since` (loop time), when this call began: it may have enough memory now.
         """
-        cache = self._engine_cache(load.engine)
-        full.is_alone = cache.is_only(load)
-        if not full.holds_nothing:
-            cache.make_room(load, since)
+        engine = load.engine
+        found = self._of(engine)
+        is_current = load.generation == engine.generation
+        full.is_alone = is_current and found.started == 1 and not (engine.load or engine.kept)
+        if is_current and since >= found.emptied_at and not full.holds_nothing and not self.unload_idle(engine):
+            engine.recycle()
 
     def unload_idle(self, engine: Engine) -> bool:
         """Unloads all programs that no call uses from an engine without memory. Returns whether there were any."""
-        return self._engine_cache(engine).unload_idle()
+        idle = list(self._idle(engine))
+        for load in idle:
+            self._unload(load, "memory")
+        if idle:
+            self._of(engine).emptied_at = asyncio.get_running_loop().time()
+        return bool(idle)
 
     def forget(self, load: Load) -> None:
         """Removes a program that the engine does not have."""
-        self._engine_cache(load.engine).forget(load)
+        load.is_forgotten = True
+        load.engine.memory.forget(load.engine_key)
+        loads = self._of(load.engine).loads
+        if loads.get(load.program.key) is load:
+            del loads[load.program.key]
+            load.engine.programs = len(loads)
 
-    def _engine_cache(self, engine: Engine) -> EngineProgramCache:
-        cache = self._caches.get(engine)
-        if cache is None:
-            cache = EngineProgramCache(
-                engine,
-                self._blobs,
-                self._capacity,
-                self._capacity_bytes,
-                self.pool.memory_limit,
-                self._sizes,
-                self.unloads,
-            )
+    def _of(self, engine: Engine) -> _EngineLoads:
+        """Returns the programs of an engine's current process."""
+        found = self._by_engine.get(engine)
+        if found is None or found.generation != engine.generation:
+            found = _EngineLoads(engine.generation)
             # The pool reports the removal of an engine once: what is added later would never be removed.
             if not engine.is_removed:
-                self._caches[engine] = cache
-        return cache
+                self._by_engine[engine] = found
+        return found
 
-    def _drop_cache(self, engine: Engine) -> None:
-        self._caches.pop(engine, None)
+    def _drop(self, engine: Engine) -> None:
+        self._by_engine.pop(engine, None)
+
+    def _start(self, engine: Engine, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None) -> Load:
+        # Engines handle messages concurrently: with a new key, the UNLOAD of an older load cannot remove this one.
+        engine_key = f"{program.key}/{next(self._numbers)}"
+        store = program.store or self._blobs
+        store.pin(program.blobs)
+        try:
+            work = engine.submit(Kind.COMPILE, compile_payload(program.request, engine_key), recorder)
+        except BaseException:
+            store.unpin(program.blobs)
+            raise
+        work.answer.add_done_callback(lambda _: store.unpin(program.blobs))
+        engine.memory.add(engine_key)
+        found = self._of(engine)
+        found.started += 1
+        load = found.loads[program.key] = Load(program, engine, engine.generation, engine_key, work, ends_at)
+        engine.programs = len(found.loads)
+        work.answer.add_done_callback(lambda _: self._complete(load))
+        return load
+
+    def _complete(self, load: Load) -> None:
+        if not load.is_loaded:
+            self.forget(load)
+            return
+        if load.work.started_at is not None:
+            load.loading_s = asyncio.get_running_loop().time() - load.work.started_at
+        if load.is_available:
+            self._drop_surplus(load.engine)
+
+    def _idle(self, engine: Engine) -> Iterator[Load]:
+        """Yields the programs that can be unloaded, least recently used first."""
+        return (load for load in self._of(engine).loads.values() if load.is_done and not load.holders)
+
+    def _surplus(self, engine: Engine) -> str | None:
+        """Returns why a program has to be unloaded from an engine; None: there is no reason."""
+        if len(self._of(engine).loads) > self._capacity:
+            return "count"
+        memory, limit = engine.memory, self.pool.memory_limit
+        if memory.programs > self._capacity_bytes:
+            return "bytes"
+        is_short = memory.used > _MAX_SHARE * limit and memory.programs > _LEAST_SHARE * limit
+        return "memory" if limit and is_short else None
+
+    def _drop_surplus(self, engine: Engine) -> None:
+        while (reason := self._surplus(engine)) is not None:
+            oldest = next(self._idle(engine), None)
+            if oldest is None:
+                return
+            self._unload(oldest, reason)
+
+    def _unload(self, load: Load, reason: str) -> None:
+        self.unloads[reason] += 1
+        self.forget(load)
+        load.engine.notify(Kind.UNLOAD, unload_payload(load.engine_key))
 
     def _best(self, program: Loadable) -> Engine:
         """Returns the least busy engine that has the program, or a less busy one if all that have it are busy.
@@ -203,12 +382,12 @@ class LoadedPrograms:
         if len(ready) == 1 == self.pool.per_tenant:
             return ready[0]
         holders = [engine for engine in ready if self._has(engine, program.key)]
-        best = min(holders, key=lambda engine: (engine.is_extra, engine.load), default=None)
+        best = min(holders, key=lambda engine: engine.load, default=None)
         if best is not None and best.has_room:
             return best
         # Prefer an engine where a new program that crashes would not end forward handles.
         other = min(ready, key=_cost)
-        if _is_free(other):
+        if not any(_cost(other)[:-1]):
             return other
         another = self.pool.claim_another(program.owner)
         if another is not None:
@@ -217,78 +396,19 @@ class LoadedPrograms:
 
     def _has(self, engine: Engine, key: str) -> bool:
         """Returns whether an engine has a program or will have it soon, without waiting for a slow program."""
-        cache = self._engine_cache(engine)
-        return cache.has(key) and not (cache.is_waiting(key) and engine.has_compiled_for(_SLOW_COMPILE_S))
+        load = self._of(engine).loads.get(key)
+        return load is not None and not load.waits_long
 
     def _has_alternative(self, engine: Engine) -> bool:
-        """Returns whether another engine can load what waits for this one; adds an engine if a spare is ready."""
+        """Returns whether another engine can load what waits for this one; adds one that is ended once it is idle."""
         owner = engine.owner or ""
-        for other in self.pool.engines_for(owner):
-            if other is not engine and other.is_ready and not other.has_compiled_for(_SLOW_COMPILE_S):
-                return True
-        extra = self.pool.borrow(owner)
-        if extra is None:
-            return False
-        _log.info("engine %d was added, because another engine of the tenant compiles a slow program", extra.pid)
-        self._retire_later(extra)
-        return True
-
-    def _retire_later(self, extra: Engine) -> None:
-        asyncio.get_running_loop().call_later(_EXTRA_ENGINE_S, self._retire, extra)
-
-    def _retire(self, extra: Engine) -> None:
-        """Ends an added engine once no call uses it."""
-        if extra.is_ready:
-            own = self.pool.engines_for(extra.owner or "")
-            slow = any(engine.has_compiled_for(_SLOW_COMPILE_S) for engine in own)
-            if slow or not extra.is_idle:
-                self._retire_later(extra)
-                return
-        self.pool.release(extra)
-
-    def _warm(self, engine: Engine) -> None:
-        """Loads the programs of an engine's last process into its new one, except those that may have ended it."""
-        left = self._engine_cache(engine).reset_if_replaced()
-        if left:
-            task = asyncio.create_task(self._load_again(engine, left), name="warm")
-            self._warming.add(task)
-            task.add_done_callback(self._warming.discard)
-
-    async def _load_again(self, engine: Engine, loads: Sequence[Load]) -> None:
-        generation = engine.generation
-        if await engine.ended_for_memory():
-            # The programs would fill the new process again, before the call that needed more.
-            return
-        for recorder, program in select_to_load((load.work.recorder, load.program) for load in loads):
-            # Calls come first: an engine compiles one program at a time.
-            while engine.is_compiling:
-                await asyncio.sleep(_POLL_INTERVAL_S)
-            # A compilation prolongs the turn of the engine's tenant.
-            if engine.generation != generation or self.pool.waiting_tenants:
-                return
-            try:
-                # No call needs it yet, so its blobs must not prevent uploads.
-                with self._engine_cache(engine).hold(program, 0.0, recorder, keeps_blobs=False) as load:
-                    await self.wait(load)
-            except GradruleError as cause:
-                _log.debug("a program was not loaded into the new process: %s", cause)
+        return any(
+            other is not engine and other.is_ready and not other.has_compiled_for(_SLOW_COMPILE_S)
+            for other in self.pool.engines_for(owner)
+        ) or (self.pool.claim_another(owner, surplus=1) is not None)
 
 
-def select_to_load(programs: Iterable[tuple[T, Loadable]]) -> Iterator[tuple[T, Loadable]]:
-    """Returns those of the programs that may be loaded before a call needs them: neither too many nor too large."""
-    nodes_left = _MAX_TOTAL_WARM_NODES
-    for item, program in itertools.islice(programs, _MAX_WARM_PROGRAMS):
-        if program.nodes <= min(_MAX_WARM_NODES, nodes_left):
-            nodes_left -= program.nodes
-            yield item, program
-
-
-def _is_free(engine: Engine) -> bool:
-    """Returns whether a new program neither waits there nor endangers a forward handle."""
-    return not any(_cost(engine)[:-1])
-
-
-def _cost(engine: Engine) -> tuple[bool, bool, bool, bool, bool, int]:
+def _cost(engine: Engine) -> tuple[bool, bool, bool, bool, int]:
     """Returns a key: the engine with the smallest one is the best for a new program."""
     is_slow = engine.has_compiled_for(_SLOW_COMPILE_S)
-    return is_slow, not engine.has_room, engine.is_extra, engine.kept > 0, engine.is_compiling, engine.load
+    return is_slow, not engine.has_room, engine.kept > 0, engine.is_compiling, engine.load

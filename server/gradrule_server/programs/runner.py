@@ -21,8 +21,7 @@ from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_run, timing_compilation
 from gradrule_server.programs.compiler import RunnableProgram
-from gradrule_server.programs.engine_cache import Load
-from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.loaded import Load, LoadedPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded

@@ -28,7 +28,6 @@ from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import InlineKey, ProgramCache, SessionKey, SpecDigests
 from gradrule_server.programs.compile_tasks import CompileTasks
 from gradrule_server.programs.compiler import Compiler, RunnableProgram
-from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.known_calls import (
     USES_MEMORY,
     CallStructure,
@@ -37,7 +36,7 @@ from gradrule_server.programs.known_calls import (
     memory_use,
     read_structure,
 )
-from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Preparer, RegistryLookup
 from gradrule_server.programs.runner import (
     ForwardRun,

@@ -21,8 +21,7 @@ from gradrule_server.link.messages import CallShape, read_call_shape, shape_mess
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.cache import StoredKey
-from gradrule_server.programs.engine_cache import Loadable
-from gradrule_server.programs.loaded import select_to_load
+from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.registry.data_folder import write_atomically
 
@@ -30,7 +29,11 @@ _log = logging.getLogger(__name__)
 
 FILE_NAME = "gradrule.recent"
 
-# Bytes of all requests to engines: the front end keeps them.
+# The most that is loaded: programs, nodes of one program, nodes of all programs, and bytes of all requests to engines,
+# which the front end keeps.
+_MAX_PROGRAMS = 32
+_MAX_NODES = 20_000
+_MAX_TOTAL_NODES = 50_000
 _MAX_TOTAL_BYTES = 256 << 20
 _MAX_LOADING_S = 60.0
 _MAX_PROGRAM_S = 60.0
@@ -163,10 +166,11 @@ class WarmUp:
         """Returns the programs to load after a restart: of each tenant in turn, most recently used first."""
         tenants = [_stored_programs(service) for service in self._recent_services()]
         programs = (item for turn in itertools.zip_longest(*tenants) for item in turn if item is not None)
-        left = _MAX_TOTAL_BYTES
-        for program, loadable in select_to_load(programs):
-            left -= len(loadable.request)
-            if left >= 0:
+        nodes_left, bytes_left = _MAX_TOTAL_NODES, _MAX_TOTAL_BYTES
+        for program, loadable in itertools.islice(programs, _MAX_PROGRAMS):
+            if loadable.nodes <= min(_MAX_NODES, nodes_left) and len(loadable.request) <= bytes_left:
+                nodes_left -= loadable.nodes
+                bytes_left -= len(loadable.request)
                 yield program
 
 

@@ -36,9 +36,7 @@ READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[SharedResources]:
     """Shared resources with a fake engine pool, which these tests do not use."""
-    pool: Any = SimpleNamespace(
-        on_filled=[], on_removed=[], workers=None, memory_limit=0, is_kept_waiting_by=lambda owner: False
-    )
+    pool: Any = SimpleNamespace(on_removed=[], workers=None, memory_limit=0, is_kept_waiting_by=lambda owner: False)
     with contextlib.closing(Store(tmp_path)) as store:
         blobs = BlobStore(tmp_path / "blobs", 1000)
         yield SharedResources(
@@ -147,7 +145,7 @@ async def test_reloaded_tenant_has_its_stored_rules_and_programs(found: Tenants,
 
 @pytest.mark.usefixtures("trimming")
 async def test_programs_of_all_tenants_are_limited_together(found: Tenants) -> None:
-    program: Any = SimpleNamespace(size=400, loadable=SimpleNamespace(file_sizes={}))
+    program: Any = SimpleNamespace(size=400, loadable=SimpleNamespace(files=()))
     for name in ("ada", "bob"):
         tenant = await found.load(name)
         found.retain(tenant)

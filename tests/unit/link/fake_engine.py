@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from gradrule_server.link.arena import Arenas
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.engine import Engine, Use
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.fork_server import ForkServer
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
@@ -166,10 +166,8 @@ KILLED = EngineEnd(EndReason.KILLED, "SIGKILL")
 class FakeEngine(Engine):
     """The front end's engine, with a `FakeProcess`."""
 
-    def __init__(
-        self, threads: int = 4, index: int = 0, *, is_extra: bool = False, times: EngineTimes = DEFAULT_TIMES
-    ) -> None:
-        super().__init__(index, None, owner="", use=Use.EXTRA if is_extra else Use.PROGRAMS, times=times)
+    def __init__(self, threads: int = 4, index: int = 0, *, times: EngineTimes = DEFAULT_TIMES) -> None:
+        super().__init__(index, None, owner="", times=times)
         self.transport: Transport
         self.start_another(threads)
 
@@ -203,7 +201,7 @@ class FakeEngine(Engine):
 class FakePool(EnginePool):
     """Engines with fake processes, for every tenant; `alone` gives fakes too, which `trial_engines` collects.
 
-    `extras`: the engines that `borrow` returns and `release` takes back.
+    `extras`: the engines that `claim_another` returns where a tenant may have more than usual.
     """
 
     def __init__(self, *engines: FakeEngine) -> None:
@@ -216,15 +214,13 @@ class FakePool(EnginePool):
     def serves(self, owner: str) -> bool:
         return self.is_ready
 
-    def borrow(self, owner: str) -> Engine | None:
+    def claim_another(self, owner: str, *, surplus: int = 0) -> Engine | None:
+        if not surplus:
+            return super().claim_another(owner)
         if not self.extras:
             return None
         self.engines.append(self.extras[-1])
         return self.extras.pop()
-
-    def release(self, engine: Engine) -> None:
-        self.engines.remove(engine)
-        self.extras.append(engine)
 
     @contextlib.asynccontextmanager
     async def alone(self, owner: str) -> AsyncIterator[Engine]:
@@ -233,4 +229,5 @@ class FakePool(EnginePool):
         try:
             yield engine
         finally:
+            engine.is_removed = True
             self._report_removed(engine)

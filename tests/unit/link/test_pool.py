@@ -62,8 +62,6 @@ async def test_a_spare_takes_the_place_at_once_and_another_is_started(starter: S
     await pool.start()
     await _until(lambda: pool.spares_ready)
     (engine,) = pool.engines
-    filled: list[int] = []
-    pool.on_filled.append(lambda place: filled.append(place.index))
     generation = engine.generation
     first, spare = starter.started
     first.die(CRASH)
@@ -71,7 +69,6 @@ async def test_a_spare_takes_the_place_at_once_and_another_is_started(starter: S
     assert engine.is_ready
     assert engine.pid == spare.pid
     assert engine.generation == generation + 1
-    assert filled == [0]
     assert changes == [True]
     await _until(lambda: pool.spares_ready and pool.status()[0].ended == {"crash": 1})
     assert len(starter.started) == 3
@@ -693,47 +690,30 @@ async def test_engines_of_tenants_that_are_gone_end(starter: Starter) -> None:
     await pool.stop()
 
 
-async def test_a_spare_can_serve_as_one_engine_more(starter: Starter) -> None:
+async def test_a_tenant_may_have_one_engine_more_than_usual(starter: Starter) -> None:
     pool = _pool()
-    assert pool.borrow("ada") is None
+    assert pool.claim_another("ada", surplus=1) is None
     await pool.start()
     await _until(lambda: pool.spares_ready)
     await pool.provide("ada")
-    extra = pool.borrow("ada")
+    assert pool.claim_another("ada") is None
+    extra = pool.claim_another("ada", surplus=1)
     assert extra is not None
-    assert (extra.index, extra.pid, extra.is_extra) == (1, starter.started[1].pid, True)
+    assert (extra.index, extra.pid) == (1, starter.started[1].pid)
     assert pool.engines_for("ada") == pool.engines == [pool.engines[0], extra]
-    pool.release(extra)
-    await _until(lambda: starter.started[1].is_killed and pool.spares_ready == 1)
-    assert len(pool.engines) == 1
+    await _until(lambda: pool.spares_ready)
+    assert pool.claim_another("ada", surplus=1) is None
     await pool.stop()
 
 
-async def test_there_is_one_extra_engine_for_a_tenant(starter: Starter) -> None:
-    pool = _pool(spares=3, max_engines=3)
-    await pool.start()
-    await _until(lambda: pool.spares_ready == 3)
-    first = pool.borrow("a")
-    assert first is not None
-    assert pool.borrow("a") is None
-    assert pool.borrow("b") is not None
-    assert pool.borrow("c") is None
-    pool.release(first)
-    assert pool.borrow("c") is not None
-    await pool.stop()
-
-
-async def test_an_extra_engine_that_dies_is_not_replaced(starter: Starter) -> None:
-    pool = _pool()
+async def test_an_engine_more_than_usual_needs_a_place_and_ends_when_it_is_idle(starter: Starter) -> None:
+    pool = _pool(max_engines=2, times=replace(_TIMES, idle_s=0.05, idle_period_s=0.02))
     await pool.start()
     await _until(lambda: pool.spares_ready)
-    extra = pool.borrow("ada")
-    assert extra is not None
-    starter.started[1].die(CRASH)
-    await _until(lambda: len(starter.started) == 3 and pool.spares_ready)
-    assert not extra.is_ready
-    assert pool.is_ready
-    pool.release(extra)
+    await pool.provide("ada")
+    assert pool.claim_another("ada", surplus=1) is not None
+    assert pool.claim_another("grace", surplus=1) is None
+    await _until(lambda: len(pool.engines) == 1)
     await pool.stop()
 
 

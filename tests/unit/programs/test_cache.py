@@ -11,7 +11,7 @@ from gradrule.v1 import program_pb2
 from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import InlineKey, ProgramCache, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
-from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.stored_programs import DeletedNames
 
 _CALL = CallShape()
@@ -62,18 +62,6 @@ def test_bytes_of_the_description_count() -> None:
         RunnableProgram(SimpleNamespace(program=told.SerializeToString(), tail=b""), Loadable("key", b"")).size
         >= told.ByteSize()
     )
-
-
-def test_inline_programs_of_older_revisions_are_dropped() -> None:
-    cache = ProgramCache(100, 10**6)
-    cache.put(InlineKey(b"a", 1, _CALL), runnable())
-    cache.put(StoredKey("n", _CALL), runnable())
-    cache.put(InlineKey(b"a", 2, _CALL), runnable())
-    # One that was begun before a rule changed, and is ready only now.
-    cache.put(InlineKey(b"b", 1, _CALL), runnable())
-    assert cache.held_bytes == 200
-    assert cache.get(InlineKey(b"a", 2, _CALL)) is not None
-    assert cache.get(StoredKey("n", _CALL)) is not None
 
 
 def test_removing_a_stored_program_removes_its_variants() -> None:

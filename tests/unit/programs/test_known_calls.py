@@ -18,8 +18,8 @@ from gradrule_server.link.messages import CallShape, RunTemplate
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.cache import ProgramCache, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
-from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.known_calls import CallStructure, KnownCalls, read_structure
+from gradrule_server.programs.loaded import Loadable
 from gradrule_server.recovery.crash_history import CrashHistory
 
 LISTS = ("feeds", "grad_ys", "tangents", "vectors")

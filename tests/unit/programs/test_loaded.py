@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import sys
 import weakref
@@ -16,19 +15,15 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft, error
-from gradrule_server.link import process as process_module
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import compile_payload, fault_message
-from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.process import EngineTimes, ProcessOptions
+from gradrule_server.link.process import EngineTimes
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs import engine_cache as engine_cache_module
 from gradrule_server.programs import loaded as loaded_module
-from gradrule_server.programs.engine_cache import Load, Loadable
-from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.recovery.endings import EndReason, EngineLost
 from gradrule_server.registry.blobs import BlobStore
-from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder, Starter
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder
 from tests.waiting import wait_for_condition
 
 _NO_MEMORY = link_pb2.Fault(reason=errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message="no memory is left", no_memory=True)
@@ -174,19 +169,6 @@ async def test_small_programs_stay_in_an_engine_that_is_full_of_other_things(blo
     assert unloaded(engine) == []
 
 
-async def test_room_for_another_program_of_a_known_graph_is_made_before_it_is_built(blobs: BlobStore) -> None:
-    engine, pool = FakeEngine(), FakePool()
-    pool.engines, pool.memory_limit = [engine], 1000
-    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
-    first = await load_measured(loaded, engine, dataclasses.replace(program("a"), graph="g"), 1, 400)
-    with loaded.hold(dataclasses.replace(program("b"), graph="other")):
-        assert unloaded(engine) == []
-    with loaded.hold(dataclasses.replace(program("c"), graph="g")):
-        assert unloaded(engine) == [first]
-        kinds = [kind for kind, _, _ in engine.transport.sent if kind in (Kind.COMPILE, Kind.UNLOAD)]
-        assert kinds == [Kind.COMPILE, Kind.COMPILE, Kind.UNLOAD]
-
-
 async def test_idle_programs_are_unloaded_before_an_engine_without_memory_is_replaced(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
@@ -258,7 +240,7 @@ async def test_abandoned_load_continues_and_serves_the_next_call(blobs: BlobStor
 async def test_abandoned_load_that_does_not_end_ends_the_engine(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_cache_module, "LONGEST_LOAD_S", 0.1)
+    monkeypatch.setattr(loaded_module, "LONGEST_LOAD_S", 0.1)
     engine = FakeEngine(times=_QUICK)
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     overruns = FakeRecorder()
@@ -398,77 +380,6 @@ async def test_new_program_goes_to_an_engine_without_handles(blobs: BlobStore) -
         assert found.engine is there
 
 
-async def test_new_process_gets_loaded_programs_except_those_in_use(blobs: BlobStore) -> None:
-    engine = FakeEngine()
-    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
-    pool_changes = loaded.pool.on_filled
-    for count, name in enumerate("abc", 1):
-        await load(loaded, engine, program(name), count)
-    in_use = asyncio.create_task(use(loaded, program("b"), asyncio.sleep(30)))
-    await asyncio.sleep(0)
-    engine.fake.die(CRASH)
-    engine.start_another()
-    for listener in pool_changes:
-        listener(engine)
-    for count, name in enumerate("ca", 1):
-        sent = await engine.next(Kind.COMPILE, count)
-        assert link_pb2.CompileRequest.FromString(sent).key.startswith(f"{name}/")
-        engine.answer(sent, Kind.COMPILED)
-    await asyncio.sleep(0.1)
-    assert len(keys(engine)) == 2
-    in_use.cancel()
-    # It is there before anybody asks.
-    assert (await use(loaded, program("a"))).startswith("a/")
-    assert len(keys(engine)) == 2
-
-
-async def test_no_further_program_is_loaded_again_while_another_tenant_waits(
-    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each compilation prolongs the turn of the engine's tenant."""
-    engine = FakeEngine()
-    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
-    for count, name in enumerate("ab", 1):
-        await load(loaded, engine, program(name), count)
-    engine.fake.die(CRASH)
-    engine.start_another()
-    for listener in loaded.pool.on_filled:
-        listener(engine)
-    sent = await engine.next(Kind.COMPILE)
-    monkeypatch.setattr(FakePool, "waiting_tenants", 1)
-    engine.answer(sent, Kind.COMPILED)
-    await wait_for_condition(lambda: not loaded._warming)
-    assert len(keys(engine)) == 1
-
-
-async def test_program_whose_compilation_ended_an_engine_is_not_loaded_again(
-    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A spare replaces the process before the callers learn that the load failed."""
-    starter = Starter()
-    monkeypatch.setattr(process_module, "start_process", starter)
-    monkeypatch.setattr(engine_cache_module, "LONGEST_LOAD_S", 0.1)
-    pool = EnginePool(ProcessOptions("cpu", 4), engines=1, spares=1, heartbeat_s=0, times=_QUICK)
-    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
-    await pool.start()
-    try:
-        await pool.provide("")
-        async with asyncio.timeout(10):
-            while not pool.spares_ready:
-                await asyncio.sleep(0.001)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(use(loaded, program("hangs")), 0.01)
-        first, second = starter.started[:2]
-        async with asyncio.timeout(10):
-            while pool.engines[0].pid != second.pid:
-                await asyncio.sleep(0.001)
-        assert first.ended_with is not None
-        await asyncio.sleep(0.1)
-        assert [kind for kind, _, _ in starter.transports[1].sent] == []
-    finally:
-        await pool.stop()
-
-
 async def _compile(loaded: LoadedPrograms, name: str) -> int:
     """Which engine has the program in the end; as a call does, which is run again where its engine is lost."""
     while True:
@@ -484,12 +395,11 @@ async def _compile(loaded: LoadedPrograms, name: str) -> int:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of a second is long for a program to compile."""
     monkeypatch.setattr(loaded_module, "_SLOW_COMPILE_S", 0.1)
-    monkeypatch.setattr(loaded_module, "_EXTRA_ENGINE_S", 0.1)
 
 
 @pytest.mark.usefixtures("short")
 async def test_calls_do_not_wait_for_a_slow_program(blobs: BlobStore) -> None:
-    engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
+    engine, extra = FakeEngine(), FakeEngine(index=1)
     pool = FakePool(engine)
     pool.extras = [extra]
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)
@@ -501,46 +411,14 @@ async def test_calls_do_not_wait_for_a_slow_program(blobs: BlobStore) -> None:
     assert await asyncio.gather(*others) == [1, 1]
     # Only what was new waited, and only there: the one that takes long goes on where it is.
     assert len(keys(engine)) == 1
-    await asyncio.sleep(0.25)
-    assert extra in pool.engines
     engine.answer(sent, Kind.COMPILED)
     assert await slow == 0
-    # Once it is through there is no need for another engine.
-    async with asyncio.timeout(5):
-        while extra in pool.engines:
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.usefixtures("short")
-async def test_extra_engine_stays_while_it_keeps_handles(blobs: BlobStore) -> None:
-    engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
-    pool = FakePool(engine)
-    pool.extras = [extra]
-    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
-    slow = asyncio.create_task(_compile(loaded, "slow"))
-    sent = await engine.next(Kind.COMPILE)
-    other = asyncio.create_task(_compile(loaded, "a"))
-    extra.answer(await extra.next(Kind.COMPILE), Kind.COMPILED)
-    await other
-    extra.add_kept(extra.generation, 1)
-    engine.answer(sent, Kind.COMPILED)
-    await slow
-    await asyncio.sleep(0.3)
-    assert extra in pool.engines
-    # What is new goes where it may stay.
-    new = asyncio.create_task(_compile(loaded, "b"))
-    engine.answer(await engine.next(Kind.COMPILE, 2), Kind.COMPILED)
-    assert await new == 0
-    extra.add_kept(extra.generation, -1)
-    async with asyncio.timeout(5):
-        while extra in pool.engines:
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.usefixtures("short")
 async def test_two_waiting_calls_both_avoid_a_slow_program(blobs: BlobStore) -> None:
     """Neither call drops the load that both wait for."""
-    engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
+    engine, extra = FakeEngine(), FakeEngine(index=1)
     pool = FakePool(engine)
     pool.extras = [extra]
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)
@@ -557,7 +435,7 @@ async def test_two_waiting_calls_both_avoid_a_slow_program(blobs: BlobStore) -> 
 async def test_endless_load_ends_the_engine_although_calls_wait(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_cache_module, "LONGEST_LOAD_S", 0.1)
+    monkeypatch.setattr(loaded_module, "LONGEST_LOAD_S", 0.1)
     engine, recorder = FakeEngine(), FakeRecorder()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     loop = asyncio.get_running_loop()
@@ -595,7 +473,7 @@ class LoopClock:
 
 
 async def test_time_limit_of_a_load_begins_when_it_starts(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, limit_s = LoopClock(monkeypatch), engine_cache_module.LONGEST_LOAD_S
+    clock, limit_s = LoopClock(monkeypatch), loaded_module.LONGEST_LOAD_S
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     engine.submit(Kind.COMPILE, b"long")

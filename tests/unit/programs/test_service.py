@@ -19,12 +19,11 @@ from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.programs import engine_cache as engine_cache_module
+from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.cache import InlineKey, SessionKey, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
-from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
-from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.runner import ProcessRef, RunOnce
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.session_limits import SessionManager
@@ -315,7 +314,7 @@ async def test_first_run_has_more_time_than_its_deadline_if_the_load_took_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It optimizes what was loaded. A later run has not."""
-    monkeypatch.setattr(engine_cache_module, "_FIRST_RUN_FACTOR", 1e6)
+    monkeypatch.setattr(loaded_module, "_FIRST_RUN_FACTOR", 1e6)
     fixture = Fixture(tmp_path)
     connection = fixture.engine.fake.connection
     request = evaluate_pb2.EvaluateRequest(spec=_SPEC, feeds=feeds())

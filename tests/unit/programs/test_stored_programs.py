@@ -20,7 +20,7 @@ from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import ProgramCache
 from gradrule_server.programs.compile_tasks import CompileTasks
 from gradrule_server.programs.compiler import CompiledProgram, Compiler, RunnableProgram, StoredParts
-from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.stored_programs import StoredPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.crash_history import CrashHistory

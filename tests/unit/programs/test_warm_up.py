@@ -15,7 +15,7 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import ProgramCache, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
-from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
 from tests.unit.link.fake_engine import FakeEngine, FakePool
 

@@ -8,7 +8,7 @@ import pytest
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.programs.loaded import Loadable
 from gradrule_server.recovery import crash_history as crash_history_module
 from gradrule_server.recovery.crash_history import CrashHistory, Quarantine, Workload
 
