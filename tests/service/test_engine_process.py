@@ -55,7 +55,7 @@ def quick_starts(fork_server: SharedForkServer, monkeypatch: pytest.MonkeyPatch)
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(quick_starts: None) -> AsyncIterator[Engine]:
     """Returns an engine of two threads."""
-    pool = _pool(times=EngineTimes(retry_delay_s=0.05, cancel_patience_s=0.2))
+    pool = _pool(times=EngineTimes(retry_delay_s=0.05))
     await pool.start()
     yield pool.engines[0]
     await pool.stop()

@@ -241,21 +241,21 @@ class Engine:
         if process.connection.is_closed:
             self._handle_end(process)
 
-    def remove(self, reason: EndReason = EndReason.OVERRUN) -> EngineProcess | None:
-        """Gives up the process. Returns it if it holds nothing and runs nothing; ends it for `reason` otherwise."""
+    def remove(self, reason: EndReason = EndReason.OVERRUN) -> None:
+        """Gives up the process: it stops if it holds nothing and runs nothing, and is ended for `reason` otherwise."""
         self.is_removed = True
         if self._filling is not None:
             self._filling.cancel()
         process = self._process
         self._process = None
         if process is None:
-            return None
+            return
         self.generation += 1
         process.connection.on_lost = process.connection.on_idle = None
         if process.connection.running or self.kept:
             process.end(reason)
-            return None
-        return process
+        else:
+            process.stop_soon()
 
     def recycle(self) -> bool:
         """Replaces the process by a new one that holds nothing; calls that run in it run again.
@@ -342,23 +342,17 @@ class Engine:
         if request.kind is Kind.COMPILE:
             return
         loop = asyncio.get_running_loop()
-        # After the deadline, or if no one else loses anything, there is no reason to wait.
-        patience_s = min(max(0.0, ends_at - loop.time()), self._times.cancel_patience_s) if self.kept else 0.0
-        due = loop.time() + patience_s + self._times.overrun_grace_s
+        # Until the deadline, ending the engine would cost other callers more than the request costs them.
+        due = (max(loop.time(), ends_at) if self.kept else loop.time()) + self._times.overrun_grace_s
         if request.recorder is not None and request.started_at is not None:
             due = max(due, request.started_at + request.recorder.least_run_s)
         request.set_timer(loop.call_at(due, self._end_abandoned, request, ends_at))
 
     def _end_abandoned(self, request: EngineRequest, ends_at: float) -> None:
-        """Ends the engine, or waits longer if that would cost other callers more than the request costs them."""
-        loop = asyncio.get_running_loop()
+        """Ends the engine; waits longer while a caller waits for another request of the same batch."""
         if request.batch is not None and not request.batch.is_given_up:
-            # A caller waits for another request of the same batch.
+            loop = asyncio.get_running_loop()
             request.set_timer(loop.call_later(self._times.overrun_grace_s, self._end_abandoned, request, ends_at))
-        elif self.kept and not request.connection.waiting and loop.time() < ends_at and not request.ended:
-            # The process holds sessions or handles, and no request waits for the thread.
-            due = min(ends_at + self._times.overrun_grace_s, loop.time() + self._times.cancel_patience_s)
-            request.set_timer(loop.call_at(due, self._end_abandoned, request, ends_at))
         else:
             self._end_overrun(request, ends_at)
 

@@ -124,7 +124,6 @@ class EnginePool:
         self._tasks: list[asyncio.Task[None]] = []
         self.workers = CompileWorkers(self._spares, lambda: self.max_engines, times)
         """Processes that read graphs: at most as many as there may be engines, in addition to those."""
-        self._closing: set[asyncio.Task[None]] = set()
         self.memory_limit = options.memory_limit
         """Memory limit of an engine, bytes; 0: none."""
         self.trials = TenantLocks()
@@ -212,7 +211,7 @@ class EnginePool:
                 timer.cancel()
         # The engines must be stopped even if one of these tasks failed.
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(self.workers.stop(), *(engine.stop() for engine in self.engines), *self._closing)
+        await asyncio.gather(self.workers.stop(), *(engine.stop() for engine in self.engines))
         await self._spares.stop()
 
     def engines_for(self, owner: str) -> list[Engine]:
@@ -671,12 +670,8 @@ class EnginePool:
 
     def _end(self, engine: Engine, reason: EndReason = EndReason.OVERRUN) -> None:
         """Ends an engine's process. It has run one tenant's work, so no other tenant may get it."""
-        process = engine.remove(reason)
+        engine.remove(reason)
         self._report_removed(engine)
-        if process is not None:
-            closing = asyncio.create_task(process.stop(), name="engine-stop")
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
 
     def _report_removed(self, engine: Engine) -> None:
         for listener in self.on_removed:

@@ -66,8 +66,6 @@ class EngineTimes:
     """For which a tenant keeps such an engine if it compiles again and again."""
     overrun_grace_s: float = 0.5
     """Between the deadline of a request and the end of the engine that still runs it."""
-    cancel_patience_s: float = 4.5
-    """For a cancelled request if ending its engine would cost other callers their sessions and handles."""
     # TensorFlow holds the interpreter lock for seconds at most, but a machine may be busy for longer.
     silence_idle_s: float = 10.0
     """Without an answer to a ping while no request runs."""
@@ -81,10 +79,6 @@ class EngineTimes:
     """Until an idle engine may be ended before those of tenants that use more memory, if memory is short."""
     idle_period_s: float = 15.0
     """Between two searches for idle engines."""
-    worker_slow_s: float = 0.25
-    """Until a tenant gets a second compile worker because its first one works on one task."""
-    worker_grace_s: float = 0.25
-    """For a task without a caller, because ending the worker costs more than most tasks."""
     worker_idle_s: float = 15.0
     """Until an idle compile worker is ended."""
 
@@ -135,6 +129,7 @@ class EngineProcess:
     """The part of it that no other process has: a forked process shares pages until it writes to them."""
     _ended_for: EndReason | None = None
     _end_task: asyncio.Task[EngineEnd] | None = None
+    _stopping: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
@@ -199,6 +194,10 @@ class EngineProcess:
         except TimeoutError:
             self.kill()
             await self.process.wait()
+
+    def stop_soon(self) -> None:
+        """Stops the process in a task of its own."""
+        self._stopping = asyncio.create_task(self.stop(), name="engine-stop")
 
     async def _determine_end(self) -> EngineEnd:
         # The socket closes before the operating system reports the end.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 
 from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.process import DEFAULT_TIMES, EngineTimes, Spares
@@ -16,35 +14,25 @@ from gradrule_server.recovery.endings import EndReason
 # Metrics leave out engines with this index.
 _WORKER = -2
 _PER_TENANT = 2
-# A process does not return the memory of its tasks. A worker that grew by more than this is replaced.
+# A process does not return the memory of its tasks. A worker that has more than this for itself is replaced.
 _MAX_KEPT_BYTES = 256 * 1024 * 1024
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A task that waits for a worker."""
-
-    owner: str
-    worker: asyncio.Future[Engine] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class CompileWorkers:
     """Gives each task a worker of its own: at most two per tenant, and `most` of all tenants together.
 
-    A worker belongs to one tenant as long as it lives. It ends after 15 s without a task, and soon after the caller of
-    its task gave up. Tasks of tenants without a busy worker come first, then the task that waits longest. Belongs to
-    one asyncio loop.
+    A worker belongs to one tenant as long as it lives. It ends after 15 s without a task, and when the caller of its
+    task gives up. Tasks of tenants without a busy worker come first, then the task that waits longest. Belongs to one
+    asyncio loop.
     """
 
     def __init__(self, spares: Spares, most: Callable[[], int], times: EngineTimes = DEFAULT_TIMES) -> None:
         self._times = times
         self._spares = spares
         self._most = most
-        self._waiting: list[_Waiting] = []
-        self._busy: dict[Engine, float] = {}
-        self._first_bytes: dict[Engine, int] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._is_stopped = False
+        self._waiting: dict[asyncio.Future[Engine], str] = {}
+        """The tasks that wait for a worker, and their tenants."""
+        self._busy: set[Engine] = set()
         self.ended: Counter[str] = Counter()
         """The number of workers that ended unexpectedly, by reason."""
         self.workers: list[Engine] = []
@@ -67,7 +55,7 @@ class CompileWorkers:
 
     @property
     def busy(self) -> int:
-        """The number of workers that work on a task, or that are being ended because its caller gave up."""
+        """The number of workers that work on a task."""
         return len(self._busy)
 
     @property
@@ -78,75 +66,49 @@ class CompileWorkers:
     def is_kept_waiting_by(self, owner: str) -> bool:
         """Returns whether other tenants wait for a worker, and a tenant has one while all are busy."""
         is_full = len(self._busy) >= self._most() and any(worker.owner == owner for worker in self._busy)
-        return is_full and any(waiting.owner != owner for waiting in self._waiting)
+        return is_full and any(waiting != owner for waiting in self._waiting.values())
 
     @contextlib.asynccontextmanager
     async def hold(self, owner: str) -> AsyncIterator[Engine]:
-        """Provides a worker for a task of a tenant. A task that still runs after the context ends within 0.25 s."""
-        worker = await self._take(owner)
+        """Provides a worker for a task of a tenant, and ends it if the task still runs after the context."""
+        given: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        self._waiting[given] = owner
+        self._assign()
         try:
+            worker = await given
             # A process may end before the task starts.
             while not worker.is_ready:
                 await worker.fill()
-            self._first_bytes.setdefault(worker, worker.resident_bytes)
             yield worker
         finally:
-            self._release(worker)
+            self._waiting.pop(given, None)
+            if given.done() and not given.cancelled():
+                self._take_back(given.result())
 
     async def stop(self) -> None:
         """Stops all workers."""
-        self._is_stopped = True
-        for waiting in self._waiting:
-            waiting.worker.cancel()
+        for given in self._waiting:
+            given.cancel()
         workers, self.workers = self.workers, []
-        await asyncio.gather(*(worker.stop() for worker in workers), *self._closing)
+        await asyncio.gather(*(worker.stop() for worker in workers))
 
     def end(self, worker: Engine, reason: EndReason = EndReason.OVERRUN) -> None:
         """Ends a worker, even if it is busy; then for `reason`."""
         if worker in self.workers:
-            self._forget(worker, reason)
+            self.workers.remove(worker)
+            self._busy.discard(worker)
+            worker.remove(reason)
             self._assign()
-
-    def _forget(self, worker: Engine, reason: EndReason = EndReason.OVERRUN) -> None:
-        self.workers.remove(worker)
-        self._busy.pop(worker, None)
-        self._first_bytes.pop(worker, None)
-        process = worker.remove(reason)
-        if process is not None:
-            closing = asyncio.create_task(process.stop(), name="worker-stop")
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-
-    async def _take(self, owner: str) -> Engine:
-        waiting = _Waiting(owner)
-        self._waiting.append(waiting)
-        try:
-            self._assign()
-            while not waiting.worker.done():
-                await asyncio.wait([waiting.worker], timeout=self._times.worker_slow_s)
-                self._assign()
-            return waiting.worker.result()
-        except asyncio.CancelledError:
-            if waiting.worker.done() and not waiting.worker.cancelled():
-                self._release(waiting.worker.result())
-            raise
-        finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
 
     def _assign(self) -> None:
         """Gives workers to waiting tasks, as long as there are any."""
-        if self._is_stopped:
-            return
         busy = {worker.owner for worker in self._busy}
-        first = [waiting for waiting in self._waiting if waiting.owner not in busy]
-        others = [waiting for waiting in self._waiting if waiting.owner in busy]
-        for waiting in itertools.chain(first, others):
-            worker = None if waiting.worker.done() else self._worker_for(waiting.owner)
+        for given, owner in sorted(self._waiting.items(), key=lambda item: item[1] in busy):
+            worker = None if given.done() else self._worker_for(owner)
             if worker is not None:
-                self._busy[worker] = asyncio.get_running_loop().time()
-                waiting.worker.set_result(worker)
-                self._waiting.remove(waiting)
+                self._busy.add(worker)
+                given.set_result(worker)
+                del self._waiting[given]
 
     def _worker_for(self, owner: str) -> Engine | None:
         """Returns an idle worker of a tenant, or a new one if the tenant may have one more."""
@@ -154,13 +116,12 @@ class CompileWorkers:
         idle = next((worker for worker in own if worker not in self._busy), None)
         if idle is not None:
             return idle
-        slow = asyncio.get_running_loop().time() - self._times.worker_slow_s
-        if len(own) >= _PER_TENANT or any(self._busy[worker] > slow for worker in own):
+        if len(own) >= _PER_TENANT or (len(self.workers) >= self._most() and not self.idle):
             return None
         if len(self.workers) >= self._most():
-            if not self.idle:
-                return None
-            self._forget(min(self.idle, key=lambda worker: worker.used_at))
+            oldest = min(self.idle, key=lambda worker: worker.used_at)
+            self.workers.remove(oldest)
+            oldest.remove()
         worker = Engine(
             _WORKER,
             self._spares,
@@ -173,26 +134,15 @@ class CompileWorkers:
         self.workers.append(worker)
         return worker
 
-    def _release(self, worker: Engine) -> None:
-        """Takes a worker back whose task has ended or was given up."""
-        if worker not in self.workers:
-            return
-        loop = asyncio.get_running_loop()
-        if worker.load:
-            loop.call_later(self._times.worker_grace_s, self._settle, worker)
-        else:
-            self._settle(worker)
-
-    def _settle(self, worker: Engine) -> None:
+    def _take_back(self, worker: Engine) -> None:
         """Keeps a worker for the next task; ends it if it still works on the last one, or has grown too much."""
         if worker not in self.workers:
             return
-        grown = worker.resident_bytes - self._first_bytes.get(worker, 0)
-        if worker.load or not worker.is_ready or grown > _MAX_KEPT_BYTES:
+        if worker.load or not worker.is_ready or worker.own_bytes > _MAX_KEPT_BYTES:
             self.end(worker)
             return
         loop = asyncio.get_running_loop()
-        self._busy.pop(worker, None)
+        self._busy.discard(worker)
         worker.used_at = loop.time()
         loop.call_later(self._times.worker_idle_s, self._end_idle, worker, worker.used_at)
         self._assign()

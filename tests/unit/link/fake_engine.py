@@ -104,6 +104,9 @@ class FakeProcess:
     async def stop(self) -> None:
         self.end(EndReason.STOPPED)
 
+    def stop_soon(self) -> None:
+        self.end(EndReason.STOPPED)
+
     def die(self, ending: EngineEnd) -> None:
         """Ends the process."""
         if self.ended_with is None:

@@ -28,7 +28,7 @@ def starter(monkeypatch: pytest.MonkeyPatch) -> Starter:
 @contextlib.asynccontextmanager
 async def made(most: int = 10, idle_s: float = 15.0) -> AsyncIterator[CompileWorkers]:
     processes = Spares(ProcessOptions("cpu", 4), 0)
-    times = EngineTimes(worker_slow_s=0.02, worker_grace_s=0.02, worker_idle_s=idle_s)
+    times = EngineTimes(worker_idle_s=idle_s)
     found = CompileWorkers(processes, lambda: most, times)
     yield found
     await found.stop()
@@ -171,7 +171,7 @@ async def test_a_worker_that_is_idle_ends(starter: Starter) -> None:
 async def test_a_worker_that_kept_much_memory_is_replaced(starter: Starter) -> None:
     async with made() as among:
         first = await finished(among, starter, "ada")
-        starter.started[0].resident_bytes = 1 << 30
+        starter.started[0].own_bytes = 1 << 30
         second = await finished(among, starter, "ada")
         assert second is first
         assert await finished(among, starter, "ada") is not first
