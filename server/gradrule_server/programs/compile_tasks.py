@@ -15,7 +15,7 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.programs.loaded import LONGEST_LOAD_S
-from gradrule_server.recovery.call_recovery import EARLY_S, CallRecovery
+from gradrule_server.recovery.call_recovery import CallRecovery
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ class _Compilation:
         is_large: Whether its spec is large.
         limit_at: Loop time until which it may go on without a call.
         calls: How many calls wait for it.
-        is_late: Whether the deadline of a call has passed, which was told that it goes on.
-        outlives_calls: Whether it goes on without a call.
     """
 
     task: asyncio.Task[Any]
@@ -47,15 +45,13 @@ class _Compilation:
     is_large: bool
     limit_at: float
     calls: int = 0
-    is_late: bool = False
-    outlives_calls: bool = False
 
 
 class CompileTasks:
     """The compilations of one tenant that run now. Belongs to one asyncio loop.
 
-    A compilation whose last call reaches its deadline goes on in the background: until `LONGEST_LOAD_S` after its
-    start, and while it keeps no other tenant waiting. It is cancelled if too many go on, or if its last caller cancels.
+    A compilation whose last call reaches its deadline or is cancelled goes on in the background: until `LONGEST_LOAD_S`
+    after its start, and while it keeps no other tenant waiting. It is cancelled if too many go on.
 
     Args:
         keeps_others_waiting: Returns whether other tenants wait for engines or workers that this tenant uses.
@@ -142,45 +138,35 @@ class CompileTasks:
             await asyncio.wait({found.task}, timeout=left_s)
             if found.task.done():
                 return found.task.result()
-            found.is_late = True
-        except asyncio.CancelledError:
-            # Clients cancel calls at their deadlines too.
-            found.is_late |= 0 < recovery.ends_at <= loop.time() + EARLY_S
-            raise
         finally:
             found.calls -= 1
             if not (found.calls or found.task.done()):
                 self._leave(key, found)
-        if found.calls or found.outlives_calls:
+        if self._running.get(key) is found:
             outcome = "this goes on: send the call again later to find it done"
         else:
-            others = sum(other.outlives_calls for other in self._running.values())
-            outcome = f"this was given up, because {others} others go on after their deadlines: allow more time"
+            outcome = "this was given up, because too many others go on after their deadlines: allow more time"
         raise error(
             errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"the program was not compiled before the deadline; {outcome}"
         )
 
     def _leave(self, key: Hashable, found: _Compilation) -> None:
         """Lets a compilation that no call waits for any more go on, or cancels it."""
-        if found.outlives_calls:
-            return
-        if found.is_late and self._running.get(key) is found and self._may_outlive(found):
-            found.outlives_calls = True
+        others = [other for other in self._running.values() if not other.calls and other is not found]
+        has_large = any(other.is_large for other in others)
+        # What was deleted since serves no further call.
+        is_current = self._running.get(key) is found
+        if is_current and len(others) < _MAX_OUTLIVING and not (found.is_large and has_large):
             self._check(key, found)
         else:
             self._give_up(key, found)
 
-    def _may_outlive(self, found: _Compilation) -> bool:
-        others = [other for other in self._running.values() if other.outlives_calls]
-        has_large = any(other.is_large for other in others)
-        return len(others) < _MAX_OUTLIVING and not (found.is_large and has_large)
-
     def _check(self, key: Hashable, found: _Compilation) -> None:
         """Cancels a compilation without a call at its limit, or when it keeps others waiting."""
-        if found.task.done():
+        if found.task.done() or found.calls:
             return
         loop = asyncio.get_running_loop()
-        if not found.calls and (loop.time() >= found.limit_at or self._keeps_others_waiting()):
+        if loop.time() >= found.limit_at or self._keeps_others_waiting():
             self._give_up(key, found)
         else:
             loop.call_later(_CHECK_INTERVAL_S, self._check, key, found)
@@ -194,5 +180,5 @@ class CompileTasks:
             del self._running[key]
         task = found.task
         # Without a call that waits, nobody else reads the failure.
-        if task.done() and not task.cancelled() and (cause := task.exception()) is not None and found.outlives_calls:
+        if task.done() and not task.cancelled() and (cause := task.exception()) is not None and not found.calls:
             _log.info("a compilation that went on after the deadline of its call failed: %s", cause)

@@ -37,7 +37,7 @@ _MAX_KILLED = 5
 # A call that lost its engine waits for the next one until its deadline, or this long.
 _PATIENCE_S = 60.0
 # Clients cancel at their deadlines, which may be this much before ours.
-EARLY_S = 0.5
+_EARLY_S = 0.5
 
 
 class Engines(Protocol[EngineT_co]):
@@ -212,7 +212,7 @@ class CallRecovery(Generic[EngineT]):
             try:
                 answer = await attempt(engine)
             except asyncio.CancelledError:
-                if self._suspected_of and not self.is_building and 0 < self.ends_at <= loop.time() + EARLY_S:
+                if self._suspected_of and not self.is_building and 0 < self.ends_at <= loop.time() + _EARLY_S:
                     self.recorder(workload).record_overrun(loop.time() - started)
                 raise
             if undo is not None:
