@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
 from gradrule_server.errors import GradruleError, error
@@ -266,10 +265,7 @@ class ProgramRunner:
         template = RunTemplate.create(program.compiled.param_settings(request.params), self._blobs.folder_name)
         recovery = recovery or self.recovery(mode)
         workload = program.loadable.workload
-        recorder = recovery.recorder(workload)
-
-        # Another call may have compiled the program while this one waited: that is no time of the run either.
-        limit = _RunLimit(mode, request, received_ns, time.monotonic_ns() - compile_started_ns)
+        recorder, limit_s = recovery.recorder(workload), run_limit_s(request)
 
         async def attempt(engine: Engine | None) -> tuple[bytes, int, bool, ProcessRef]:
             nonlocal lost
@@ -277,14 +273,10 @@ class ProgramRunner:
                 before, lost = lost, None
                 raise before
             recovery.is_building = True
-            async with self._loaded.hold_with_blobs(program.loadable, engine, limit.latest, recorder) as load:
+            async with self._loaded.hold_with_blobs(program.loadable, engine, mode.ends_at, recorder) as load:
                 is_loaded_now = not load.is_done
-                if is_loaded_now:
-                    with timing_compilation(), limit.paused():
-                        await self._loaded.wait(load, may_move=engine is None)
-                else:
+                with timing_compilation() if is_loaded_now else contextlib.nullcontext():
                     await self._loaded.wait(load, may_move=engine is None)
-                recovery.ends_at = recovery.turn_ends_at = mode.ends_at
                 template.set_key(load.engine_key)
                 # The time until now counts as compiling, from now on as queueing.
                 queued_ns = received_ns + time.monotonic_ns() - compile_started_ns
@@ -292,15 +284,16 @@ class ProgramRunner:
                 process = ProcessRef(load.engine, load.generation)
                 recovery.is_building = False
                 try:
-                    with limit.for_run(load):
-                        answer = await mode.run(load.engine, run, replace(recorder, least_run_s=load.least_run_s))
+                    limited = replace(recorder, least_run_s=load.least_run_s)
+                    answer = await _run_in_time(mode, load, run, limited, limit_s)
                 except ProgramNotLoaded:
                     self._loaded.forget(load)
                     raise
                 return answer, queued_ns, is_loaded_now, process
 
-        async with self._blobs.acquired(_value_blobs(request)), limit:
-            recovery.turn_ends_at = mode.ends_at
+        recovery.turn_ends_at = turn_ends_at(mode.ends_at, request)
+        blobs = _value_blobs(request)
+        async with self._blobs.acquired(blobs) if blobs else contextlib.nullcontext():
             answer, queued_ns, is_loaded_now, process = await recovery.run(workload, attempt, undo=mode.undo)
         record_run(answer, queued_ns)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
@@ -311,76 +304,27 @@ class ProgramRunner:
         return RunResult(answer, process, template)
 
 
-class _RunLimit:
-    """Limits the code within this context to the request's `run_timeout`. Raises DEADLINE_EXCEEDED.
+async def _run_in_time(mode: RunMode, load: Load, run: Run, recorder: OutcomeRecorder, limit_s: float) -> bytes:
+    """Runs a loaded program, for at most `limit_s` seconds. Raises DEADLINE_EXCEEDED.
 
-    Args:
-        mode: How the program runs. Its deadline is the earlier of its own and the end of the limit.
-        request: The request.
-        received_ns: When the request was received, CLOCK_MONOTONIC.
-        compiled_ns: Time that finding or compiling the program has taken since; it does not count.
+    The deadline alone limits the first run: TensorFlow optimizes functions when they run for the first time, which
+    takes as long as compiling.
     """
-
-    def __init__(self, mode: RunMode, request: link_pb2.RawEvaluateRequest, received_ns: int, compiled_ns: int) -> None:
-        self._mode = mode
-        self.latest = mode.ends_at
-        """Loop time of the request's deadline; 0: none."""
-        self._limit_s = run_limit_s(request)
-        waited_s = (time.monotonic_ns() - received_ns - compiled_ns) / 1e9
-        self._ends_at = asyncio.get_running_loop().time() + self._limit_s - waited_s
-        self._timeout = asyncio.timeout(None)
-
-    async def __aenter__(self) -> Self:
-        if self._limit_s < math.inf:
-            await self._timeout.__aenter__()
-            self._start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, cause: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._limit_s == math.inf:
-            return
+    ends_at, limit_at = mode.ends_at, asyncio.get_running_loop().time() + limit_s
+    if load.has_run and limit_at < (ends_at or math.inf):
+        mode.ends_at = limit_at
         try:
-            await self._timeout.__aexit__(kind, cause, trace)
+            async with asyncio.timeout_at(limit_at) as limit:
+                return await mode.run(load.engine, run, recorder)
         except TimeoutError:
-            raise run_limit_error(self._limit_s) from cause
-
-    @contextlib.contextmanager
-    def for_run(self, load: Load) -> Iterator[None]:
-        """Limits a run of a loaded program; the deadline alone limits the first one, which also compiles.
-
-        Raises DEADLINE_EXCEEDED if the limit is over already.
-        """
-        if load.has_run:
-            yield
-            return
-        # TensorFlow optimizes functions when they run for the first time, which takes as long as compiling.
-        if asyncio.get_running_loop().time() >= self._ends_at:
-            raise run_limit_error(self._limit_s)
-        with self.paused():
-            yield
-        load.has_run = True
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Does not count the time within this context, which only the deadline of the request limits."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        if self._limit_s < math.inf:
-            self._mode.ends_at = self.latest
-            self._timeout.reschedule(None)
-        try:
-            yield
+            if not limit.expired():
+                raise
+            raise run_limit_error(limit_s) from None
         finally:
-            self._ends_at += loop.time() - started
-            if self._limit_s < math.inf and not self._timeout.expired():
-                self._start()
-
-    def _start(self) -> None:
-        latest = self.latest or math.inf
-        self._mode.ends_at = min(latest, self._ends_at)
-        self._timeout.reschedule(self._ends_at if self._ends_at < latest else None)
+            mode.ends_at = ends_at
+    answer = await mode.run(load.engine, run, recorder)
+    load.has_run = True
+    return answer
 
 
 def _value_blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:

@@ -230,36 +230,18 @@ async def test_tensors_of_a_call_are_serialized_at_most_once(
     assert sum(_MARK in data for data in serialized) == requests + most
 
 
-@pytest.mark.parametrize(
-    ("compiling_s", "is_new", "is_answered"),
-    [(100.0, True, True), (100.0, False, True), (0.0, True, False), (0.0, False, False)],
-    ids=["compiled", "waited for another call", "sent late", "found and sent late"],
-)
-async def test_time_for_compiling_does_not_count_as_time_of_the_run(
-    compiling_s: float, is_new: bool, is_answered: bool, tmp_path: Path
-) -> None:
-    """A request of 100 s ago may run for 30 s: it has time left only if its program was compiled meanwhile."""
+async def test_time_before_the_program_is_loaded_does_not_count_as_time_of_the_run(tmp_path: Path) -> None:
     fixture = Fixture(tmp_path)
     program = fixture.service.cache.get(InlineKey(hashlib.sha256(_SPEC.SerializeToString()).digest(), 0, _SHAPE))
     assert program is not None
     request = link_pb2.RawEvaluateRequest(feeds=feeds())
     request.run_timeout.FromSeconds(30)
     now = time.monotonic_ns()
-    mode = RunOnce(asyncio.get_running_loop().time() + 300)
-    running = asyncio.ensure_future(
-        fixture.service.runner.run(
-            program, request, now - 100 * 10**9, now - int(compiling_s * 1e9), mode, is_new=is_new
+    for _ in range(2):
+        mode = RunOnce(asyncio.get_running_loop().time() + 300)
+        await fixture.answered(
+            fixture.service.runner.run(program, request, now - 100 * 10**9, now, mode, values=b""), Kind.RUN
         )
-    )
-    if is_answered:
-        await fixture.answered(running, Kind.RUN)
-        assert 20 < mode.ends_at - asyncio.get_running_loop().time() < 31
-        return
-    # Loading is a part of compiling.
-    fixture.engine.answer(await fixture.engine.next(Kind.COMPILE), Kind.COMPILED)
-    with pytest.raises(GradruleError) as failure:
-        await running
-    assert failure.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED
 
 
 async def test_only_the_deadline_limits_the_first_run_after_a_load(tmp_path: Path) -> None:
