@@ -69,7 +69,6 @@ class Outgoing:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.inode = os.fstat(fd).st_ino
         self._map = _mapped(fd, mmap.PROT_READ | mmap.PROT_WRITE)
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, len(self._map))]
@@ -159,7 +158,6 @@ class Incoming:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.inode = os.fstat(fd).st_ino
         self._map = _mapped(fd, mmap.PROT_READ)
 
     def read(self, chunk: Chunk, suffix: bytes = b"") -> bytes:

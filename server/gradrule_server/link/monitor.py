@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import re
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -22,11 +21,6 @@ _log = logging.getLogger(__name__)
 
 # The kernel enforces the limit for the memory that it counts. This limit is for all other memory.
 _MEMORY_SLACK = 1.125
-# What an engine maps of exempt memory is read again after this time, or if its shared memory has changed by this much.
-# Reading takes 30 ms of processor time for 1 GiB.
-_EXACT_S, _EXACT_BYTES = 5.0, 1 << 20
-# A shared mapping of memory without a name in a file system: its inode, and the KiB of it that lie in memory.
-_MEMORY_FILE = re.compile(r"^\S+ ..[-x]s \S+ \S+ (\d+) +/memfd:.*\n(?:(?!Rss:).*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
 # Memory that no other process has: unlike the private pages, those of the fork server have been written by a process.
 _PRIVATE = re.compile(r"^Private_Dirty:\s+(\d+) kB$", re.MULTILINE)
 # Page faults of a process after which its own memory is measured anew, at most every 2 s: that takes milliseconds.
@@ -96,8 +90,6 @@ class EngineMonitor:
         self._processes = processes
         self._heartbeat_s = heartbeat_s
         self._memory_limit = memory_limit
-        self._exact: WeakKeyDictionary[EngineProcess, tuple[float, int, int]] = WeakKeyDictionary()
-        """Of each process whose maps were read: the loop time, its shared memory, and the exempt part of it, bytes."""
 
     async def run(self) -> None:
         """Monitors until it is cancelled."""
@@ -151,19 +143,11 @@ class EngineMonitor:
         return 0.0 if found is None else found.measured_at
 
     async def _measure(self, process: EngineProcess) -> None:
-        """Measures the memory of a process; exactly, which takes longer, if it may be over the limit."""
+        """Measures the memory of a process."""
         arenas, channel = process.arenas, process.connection.memories
         anonymous, shared = resident_sizes(process.pid)
-        # All pages of this memory count, whether the process has mapped them or not.
-        exempt = (0 if arenas is None else arenas.held_bytes) + (0 if channel is None else channel.held_bytes)
-        if self._memory_limit and anonymous <= self._memory_limit * _MEMORY_SLACK < anonymous + shared:
-            now = asyncio.get_running_loop().time()
-            read_at, shared_before, exact = self._exact.get(process, (-math.inf, 0, 0))
-            if now - read_at < _EXACT_S and abs(shared - shared_before) < _EXACT_BYTES:
-                exempt = exact
-            else:
-                anonymous, shared, exempt = await self._measure_exactly(process, anonymous, shared, exempt)
-                self._exact[process] = now, shared, exempt
+        # All pages of this memory are exempt, whether the process has mapped them or not.
+        exempt = (0 if arenas is None else arenas.held_bytes) + (0 if channel is None else channel.shared_bytes)
         memory = self._own.setdefault(process, _OwnMemory(anonymous))
         if self._own_left and memory.is_due(process.pid):
             self._own_left -= 1
@@ -171,25 +155,6 @@ class EngineMonitor:
         own = max(0, anonymous - memory.shared_bytes)
         charged = max(0, shared - exempt)
         process.resident_bytes, process.own_bytes = anonymous + charged, own + charged
-
-    async def _measure_exactly(
-        self, process: EngineProcess, anonymous: int, shared: int, exempt: int
-    ) -> tuple[int, int, int]:
-        """Returns private, shared and exempt bytes of a process; those that are given if no thread can start."""
-        arenas, channel = process.arenas, process.connection.memories
-        inodes = set() if channel is None else set(channel.inodes)
-        if arenas is not None:
-            inodes |= {arenas.outgoing.inode, arenas.incoming.inode}
-        try:
-            exact = await asyncio.to_thread(mapped_bytes, process.pid, inodes)
-        except RuntimeError as cause:
-            _log.warning("the memory of engine %d is estimated, no thread can start: %s", process.pid, cause)
-            exact = None
-        if exact is None:
-            return anonymous, shared, exempt
-        # Memory that was unmapped before smaps was read counts in neither.
-        anonymous, still_shared = resident_sizes(process.pid)
-        return anonymous, min(shared, still_shared), exact
 
 
 class _OwnMemory:
@@ -217,7 +182,7 @@ class _OwnMemory:
 
 
 def own_bytes(pid: int) -> int | None:
-    """Returns the bytes that only this process has in memory; None: unknown. Takes milliseconds, as `mapped_bytes`."""
+    """Returns the bytes that only this process has in memory; None: unknown. Takes milliseconds."""
     try:
         found = _PRIVATE.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
     except OSError:
@@ -245,16 +210,3 @@ def resident_sizes(pid: int) -> tuple[int, int]:
         return 0, 0
     sizes = {name: int(size) * 1024 for name, size in _RESIDENT.findall(status)}
     return sizes.get("Anon", 0), sizes.get("Shmem", 0)
-
-
-def mapped_bytes(pid: int, inodes: Set[int]) -> int | None:
-    """Returns how many bytes of memory files with these inodes a process has mapped and in memory; None: unknown.
-
-    Takes milliseconds: the kernel walks the page tables of the process.
-    """
-    try:
-        # The process itself chooses the names of its memory files.
-        mappings = Path(f"/proc/{pid}/smaps").read_text(errors="replace")
-    except OSError:
-        return None
-    return sum(int(size) * 1024 for inode, size in _MEMORY_FILE.findall(mappings) if int(inode) in inodes)

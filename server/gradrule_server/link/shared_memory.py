@@ -21,9 +21,7 @@ NAME_BYTES = 16
 
 # Without the first seal a client could make the memory shorter, which would end a process that reads it.
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
-# The unit of `st_blocks`.
-_BLOCK = 512
-_MAX_DETACHED = 256
+_MAX_DETACHED = 16
 
 
 class NotShareable(Exception):
@@ -49,7 +47,6 @@ class ClientMemory:
         self.name = name
         self.fd = fd
         self.size = size
-        self.inode = os.fstat(fd).st_ino
         self.is_closed = False
         self.holders: set[Holder] = set()
         """The engines that have it."""
@@ -72,11 +69,6 @@ class ClientMemory:
     def release_answer(self, offset: int, size: int) -> None:
         """Releases a region that was reserved."""
         self._answer_regions.discard((offset, offset + size))
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes of memory in use now. Pages that any process has written count."""
-        return 0 if self.is_closed else os.fstat(self.fd).st_blocks * _BLOCK
 
     def close(self) -> None:
         """Makes all holders give it up. Running calls may still use it. Call `release` afterwards."""
@@ -127,18 +119,13 @@ class MemoryChannel:
         self._socket = sock
         self._notify_detached = notify_detached
         self._attached: set[ClientMemory] = set()
-        # Calls that run may map a memory for a while after it was detached. The oldest entries are dropped.
-        self._detached_inodes: deque[int] = deque(maxlen=_MAX_DETACHED)
+        # Sizes. Calls that run may map a memory for a while after it was detached. The oldest entries are dropped.
+        self._detached: deque[int] = deque(maxlen=_MAX_DETACHED)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of memory that all attached memories take now."""
-        return sum(memory.held_bytes for memory in self._attached)
-
-    @property
-    def inodes(self) -> frozenset[int]:
-        """The inodes of the memories that the engine may map, those that were detached included."""
-        return frozenset([*(memory.inode for memory in self._attached), *self._detached_inodes])
+    def shared_bytes(self) -> int:
+        """The size of all memories that the engine may map, those that were detached lately included, bytes."""
+        return sum(memory.size for memory in self._attached) + sum(self._detached)
 
     def attach(self, memory: ClientMemory) -> None:
         """Passes a memory on, unless the engine has it already. Raises SHARED_MEMORY_LOST."""
@@ -157,7 +144,7 @@ class MemoryChannel:
         """Makes the engine give up a memory."""
         if memory in self._attached:
             self._attached.discard(memory)
-            self._detached_inodes.append(memory.inode)
+            self._detached.append(memory.size)
             self._notify_detached(memory.name)
 
     def close(self) -> None:
