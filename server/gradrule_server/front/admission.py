@@ -21,7 +21,6 @@ from gradrule_server.concurrency import waiting_time
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Caller, Context
 from gradrule_server.front.connections import ConnectionWatch, read_uncancelled
-from gradrule_server.front.time_limits import IntervalChecks
 from gradrule_server.limits import ARRIVING_PER_BYTE
 
 _RETRY_S = 0.2
@@ -31,9 +30,6 @@ _MAX_OVERFILL = 2
 _MOST_NEEDED = 7 / 8
 # Shorter requests that fit do not wait behind others.
 _SMALL_BYTES = 64 << 10
-
-# How much of a message has arrived is unknown, so one that takes longer than this counts as the largest possible.
-_QUICK_S = 1.0
 
 # A chunked request without a timeout of its own must arrive within this time; its default deadline starts then.
 _DEFAULT_S = 60.0
@@ -329,40 +325,12 @@ def _overloaded(problem: str, setting: str, waited: str = "") -> GradruleError:
     )
 
 
-class _UnaryRequest:
-    """A unary request that is arriving."""
-
-    __slots__ = ("_admission", "_checks", "_in_flight", "counted", "refusal", "task")
-
-    def __init__(self, admission: Admission, in_flight: InFlight, counted: int) -> None:
-        self._admission = admission
-        self._in_flight = in_flight
-        self._checks = 0
-        self.counted = counted
-        self.refusal: GradruleError | None = None
-        self.task = cast("asyncio.Task[object]", asyncio.current_task())
-
-    def check(self) -> None:
-        """Counts the request at the second check, since a whole interval has passed by then."""
-        self._checks += 1
-        if self._checks != 2 or self.counted:
-            return
-        try:
-            self._admission.admit_arrived(self._in_flight, self._admission.max_message_bytes)
-        except GradruleError as refusal:
-            self.refusal = refusal
-            self.task.cancel()
-        else:
-            self.counted = self._admission.max_message_bytes
-
-
 class UnaryRequests:
-    """Reads the requests of unary calls; slow ones count as the largest possible message while they arrive."""
+    """Reads the requests of unary calls. `connections`: limits the bytes of requests that have not arrived whole."""
 
-    def __init__(self, admission: Admission, connections: ConnectionWatch, quick_s: float = _QUICK_S) -> None:
+    def __init__(self, admission: Admission, connections: ConnectionWatch) -> None:
         self._admission = admission
         self._connections = connections
-        self._checks = IntervalChecks(quick_s)
 
     async def read(self, context: Context, in_flight: InFlight, ends_at: float) -> bytes:
         """Returns the request of a call. Its bytes are not counted any more.
@@ -371,22 +339,15 @@ class UnaryRequests:
         MALFORMED_REQUEST where the call has no message; OVERLOADED where too many requests arrive or wait.
         """
         connection = self._connections.get(context.peer())
-        arriving = _UnaryRequest(self._admission, in_flight, await self._admission.admit_arrival(in_flight, ends_at))
-        self._checks.add(arriving)
+        counted = await self._admission.admit_arrival(in_flight, ends_at)
         connection.start_read()
         raw: object = grpc.aio.EOF
         try:
             raw = await read_uncancelled(context.read())
-        except asyncio.CancelledError:
-            if arriving.refusal is None:
-                raise
-            arriving.task.uncancel()
-            raise arriving.refusal from None
         finally:
-            self._checks.discard(arriving)
             connection.finish_read(raw)
-            if arriving.counted:
-                self._admission.forget_arrived(in_flight, arriving.counted)
+            if counted:
+                self._admission.forget_arrived(in_flight, counted)
         if raw is grpc.aio.EOF:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the call holds no message")
         return cast(bytes, raw)

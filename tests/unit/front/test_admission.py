@@ -355,37 +355,6 @@ async def test_call_without_a_message_is_malformed() -> None:
         assert await status_of(method(of(), timeout=30)) == "MALFORMED_REQUEST"
 
 
-async def test_slow_requests_count_as_the_largest_message() -> None:
-    served = Served()
-    served.pipeline._unary_requests = UnaryRequests(served.admission, ConnectionWatch(), 0.1)
-    share = served.tenants.tenant.in_flight
-    async with served.running() as method:
-        slow = [method(never(), timeout=30) for _ in range(4)]
-        await wait_for_condition(lambda: share.arriving.size == 4 * MESSAGE)
-        # There is no room for a further one that may be as large: it is not read, and told so before its deadline.
-        assert await status_of(method(of(b"\n\x01a"), timeout=0.5)) == "OVERLOADED"
-        waiting = method(of(b"\n\x01a"), timeout=30)
-        await served.has_in_flight(5)
-        slow.pop().cancel()
-        assert await waiting == b"\n\x01a"
-        for each in slow:
-            each.cancel()
-        await served.has_in_flight(0)
-        await wait_for_condition(lambda: not share.size)
-
-
-async def test_slow_requests_beyond_the_room_for_them_are_refused() -> None:
-    served = Served()
-    served.pipeline._unary_requests = UnaryRequests(served.admission, ConnectionWatch(), 0.1)
-    async with served.running() as method:
-        slow = [asyncio.ensure_future(status_of(method(never(), timeout=30))) for _ in range(5)]
-        done, rest = await asyncio.wait(slow, timeout=20, return_when=asyncio.FIRST_COMPLETED)
-        assert ([each.result() for each in done], len(rest)) == (["OVERLOADED"], 4)
-        for each in rest:
-            each.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
-
-
 async def test_request_without_room_beside_others_waits() -> None:
     served = Served()
     share = served.tenants.tenant.in_flight
