@@ -79,9 +79,6 @@ class CompileTasks:
         Raises:
             GradruleError: DEADLINE_EXCEEDED shortly before the deadline, and what `compile` raises.
         """
-        if recovery.is_speculative:
-            # It is not tried again, so its failure must not reach a call.
-            return await compile(recovery)
         with timing_compilation():
             while True:
                 found = self._running.get(key)

@@ -274,10 +274,10 @@ class ProgramService:
     async def load_stored(self, name: str, call: CallShape, ends_at: float) -> None:
         """Compiles a stored program and loads it into an engine, before a call of this shape needs it.
 
-        Tries once. `ends_at`: loop time after which it is ended.
+        `ends_at`: loop time until which it waits for that.
         """
-        once = CallRecovery(self.pool, self._loaded.crash_history, ends_at=ends_at, is_speculative=True)
-        await self.stored.find(name, call, once, is_used=False)
+        recovery = CallRecovery(self.pool, self._loaded.crash_history, ends_at=ends_at)
+        await self.stored.find(name, call, recovery, is_used=False)
 
     async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[bytes | None, list[Finding]]:
         """Describes a program without storing it; returns the bytes of a `Program`, or what is wrong with the spec.

@@ -94,7 +94,6 @@ class CallRecovery(Generic[EngineT]):
         crash_history: The crash history of all workloads.
         ends_at: Loop time of the call's deadline; 0: none is known.
         pinned: The only engine that can run the call; None: any engine can.
-        is_speculative: No client waits for it: it runs once, and whatever happens is recorded for no workload.
         words: How errors describe the engines.
     """
 
@@ -105,7 +104,6 @@ class CallRecovery(Generic[EngineT]):
         *,
         ends_at: float = 0.0,
         pinned: EngineT | None = None,
-        is_speculative: bool = False,
         words: ProcessWords = ProcessWords(),  # noqa: B008
     ) -> None:
         self._engines = engines
@@ -116,8 +114,6 @@ class CallRecovery(Generic[EngineT]):
         self.is_building = False
         """Whether the current attempt reads, compiles or loads a graph, and runs nothing yet."""
         self._pinned = pinned
-        self.is_speculative = is_speculative
-        """Whether no client waits for it."""
         self._words = words
         self._kills = 0
         self._short_runs = 0
@@ -139,10 +135,6 @@ class CallRecovery(Generic[EngineT]):
     def recorder(self, workload: Workload) -> OutcomeRecorder:
         """Returns what records the outcomes of the workload's requests."""
         return OutcomeRecorder(self._crash_history, workload)
-
-    def load_recorder(self, workload: Workload) -> OutcomeRecorder | None:
-        """Returns what records the outcome of loading the workload; None: nothing does."""
-        return None if self.is_speculative else self.recorder(workload)
 
     async def run(
         self,
@@ -166,8 +158,6 @@ class CallRecovery(Generic[EngineT]):
             EngineLost: The call may be to blame for an engine's end.
             GradruleError: QUARANTINED, ENGINE_CRASHED, MEMORY_EXCEEDED, and what `attempt` raises.
         """
-        if self.is_speculative:
-            return await self._run_shared(workload, attempt)
         place = _Place.SHARED if self._pinned is None else _Place.PINNED
         while True:
             try:

@@ -183,14 +183,6 @@ async def test_turn_on_an_engine_ends_before_the_call_gives_up(fixture: Fixture)
     call.cancel()
 
 
-async def test_calls_share_no_compilation_that_is_tried_only_once(fixture: Fixture) -> None:
-    warming = fixture.call(_LONG_S, is_speculative=True)
-    call = fixture.call(_LONG_S)
-    await wait_for_condition(lambda: fixture.started == 2)
-    fixture.gate.set()
-    await asyncio.gather(warming, call)
-
-
 async def test_calls_share_no_compilation_of_what_was_deleted_since(fixture: Fixture) -> None:
     before = fixture.call(_LONG_S)
     await fixture.call_late("b")

@@ -271,16 +271,6 @@ async def test_an_overrun_counts_only_if_it_is_far_longer_than_building_and_all_
     assert count_crashes(loaded) == 1
 
 
-async def test_a_speculative_load_runs_once_and_blames_no_workload(loaded: LoadedPrograms) -> None:
-    attempts = Attempts(lost(ran_alone=True))
-    once = CallRecovery(loaded.pool, loaded.crash_history, is_speculative=True)
-    with pytest.raises(EngineLost):
-        await once.run(program(), attempts)
-    assert len(attempts.alone) == 1
-    assert once.load_recorder(program()) is None
-    assert count_crashes(loaded) == 0
-
-
 async def test_a_pinned_call_is_not_run_again(loaded: LoadedPrograms) -> None:
     engine = loaded.pool.engines[0]
 
