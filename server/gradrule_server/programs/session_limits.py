@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-from collections.abc import Iterator
 
 from gradrule_server.policy import Limits
 from gradrule_server.programs.service import ProgramService
@@ -45,24 +43,16 @@ class SessionManager:
         return name
 
     def available_bytes(self, name: str) -> int:
-        """Returns the most bytes that a session may have."""
+        """Returns the most bytes that a session may have, which its engine checks.
+
+        Sessions that grow at the same moment may together exceed the quota, since each gets all that is free.
+        """
         return self._bytes_quota.available + self._bytes.get(name, 0)
 
     @property
     def limiting_setting(self) -> str:
         """The flag of the setting that limits `available_bytes`."""
         return self._bytes_quota.limiting_setting
-
-    @contextlib.contextmanager
-    def reserve_growth(self, name: str, more: int) -> Iterator[None]:
-        """Counts the bytes that a session may grow by, within this context, so that others cannot use them."""
-        before = self._bytes.get(name, 0)
-        self.set_bytes(name, before + more)
-        try:
-            yield
-        finally:
-            if self._bytes.get(name) == before + more:
-                self.set_bytes(name, before)
 
     def set_bytes(self, name: str, size: int) -> None:
         """Sets the size of a session."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
-from gradrule.common import tensor_codec, wire_format
+from gradrule.common import wire_format
 from gradrule.v1 import errors_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.link.messages import canonical
@@ -50,14 +49,6 @@ class SessionVariables:
                 field=field,
             )
         return found
-
-    def known_bytes(self, names: Collection[str] | None = None) -> int:
-        """Returns the bytes of the variables with known shapes. `names`: of these variables; None: of all."""
-        return sum(
-            math.prod(max(0, dim.size) for dim in item.shape.dim) * tensor_codec.numpy_dtype(item.dtype).itemsize
-            for item in self.items
-            if (names is None or item.names[0] in names) and item.differentiable
-        )
 
     async def check_values(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
         """Checks values against their variables. Raises `GradruleError` with all findings."""

@@ -32,8 +32,6 @@ from gradrule_server.programs.session_requests import SessionVariables, blob_nam
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
 
-# The most slots of an optimizer for each variable that it updates.
-_MAX_SLOTS = 3
 # Errors that may mean that the engine which held the session has ended.
 _LOST_REASONS = frozenset({errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE, errors_pb2.ERROR_REASON_HANDLE_EXPIRED})
 
@@ -53,7 +51,6 @@ class Session:
         self._graph = b""
         self._overrides = b""
         self._variables = SessionVariables((), manager.blobs, manager.limits)
-        self._used_optimizers: set[str] = {""}
         self._pinned_blobs = contextlib.ExitStack()
         self._steps = 0
         self._watching: asyncio.Task[None] | None = None
@@ -238,7 +235,7 @@ class Session:
             optimizer_state=request.optimizer_state,
         )
         async with self._reporting_loss():
-            reply = await self._send(action, 0, ends_at)
+            reply = await self._send(action, ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
         return session_pb2.ReadResponse(
             variables=[
@@ -310,16 +307,9 @@ class Session:
 
     async def run(self, run: Sequence[bytes], mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
         """Runs a program; see `SessionChannel`."""
-        name = mode.optimizer.name if mode.optimizer is not None else ""
-        if name:
-            growth = 0 if name in self._used_optimizers else _MAX_SLOTS * self._variables.known_bytes()
-        else:
-            growth = self._variables.known_bytes(set(mode.store))
         kept = self._handle_manager.available_bytes
         action = session_run(run, mode.store, mode.optimizer, mode.handle, kept, mode.loss)
-        reply = await self._send(action, growth, mode.ends_at, recorder)
-        self._used_optimizers.add(name)
-        return reply
+        return await self._send(action, mode.ends_at, recorder)
 
     async def forward(
         self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
@@ -332,13 +322,12 @@ class Session:
         return ForwardRun(answer, mode.reply.kept_bytes, self._process, program.loadable.workload, True)
 
     async def _send(
-        self, action: Sequence[bytes], growth: int, ends_at: float, recorder: OutcomeRecorder | None = None
+        self, action: Sequence[bytes], ends_at: float, recorder: OutcomeRecorder | None = None
     ) -> link_pb2.SessionReply:
         """Sends a message to the engine that holds the session, and returns the reply.
 
         Args:
             action: The part of a `SessionRequest` with the action.
-            growth: Bytes that the action may add to the session, as far as shapes tell.
             ends_at: Loop time of the deadline.
             recorder: Records what the action does to the engine.
 
@@ -356,8 +345,7 @@ class Session:
             blob_folder=self._manager.blobs.folder_name,
             deadline_ns=time.monotonic_ns() + int(left_s * 1e9),
         )
-        with self._manager.reserve_growth(self._name, growth):
-            reply = link_pb2.SessionReply.FromString(await self.engine.call(Kind.SESSION, payload, ends_at, recorder))
+        reply = link_pb2.SessionReply.FromString(await self.engine.call(Kind.SESSION, payload, ends_at, recorder))
         self._steps = max(self._steps, reply.step)
         self._manager.set_bytes(self._name, reply.bytes)
         return reply
@@ -396,10 +384,8 @@ class Session:
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
-        async with self._manager.blobs.acquired(held):
-            growth = self._variables.known_bytes({item.spec.name for item in given})
-            async with self._reporting_loss():
-                return await self._send(session_assign(given, opens=opens), growth, ends_at)
+        async with self._manager.blobs.acquired(held), self._reporting_loss():
+            return await self._send(session_assign(given, opens=opens), ends_at)
 
     async def _restore(self, state: session_pb2.OptimizerState, ends_at: float) -> link_pb2.SessionReply:
         """Creates the optimizer with the slots of an earlier session."""
@@ -409,12 +395,8 @@ class Session:
         ]
         slots = await self._variables.check_slots(state, field)
         held = [item.value.blob.sha256 for item in slots if item.value.HasField("blob")]
-        async with self._manager.blobs.acquired(held):
-            growth = _MAX_SLOTS * self._variables.known_bytes(set(names))
-            async with self._reporting_loss():
-                reply = await self._send(session_restore(state, names, slots), growth, ends_at)
-        self._used_optimizers.add(state.optimizer.name)
-        return reply
+        async with self._manager.blobs.acquired(held), self._reporting_loss():
+            return await self._send(session_restore(state, names, slots), ends_at)
 
     async def _read_spec(self, call: link_pb2.RawEvaluateRequest) -> program_pb2.ProgramSpec:
         if len(call.spec) <= SMALL_BYTES:
