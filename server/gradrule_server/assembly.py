@@ -130,7 +130,6 @@ def create_engine_pool(settings: Settings, blobs: BlobStore, on_change: Callable
         settings.sandbox,
         1 if "batching" in disabled else settings.max_batch_size,
         settings.max_batch_delay_ms / 1000,
-        settings.jit_after_s,
         ",".join(sorted(disabled)),
     )
     return EnginePool(

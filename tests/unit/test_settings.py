@@ -33,7 +33,6 @@ OTHER_VALUES: dict[str, Any] = {
     "engine_threads": 2,
     "max_batch_size": 16,
     "max_batch_delay_ms": 2.5,
-    "jit_after_s": 2.5,
     "disabled_fast_paths": "known-calls,sessions",
     "engines": 18,
     "max_engines": 99,

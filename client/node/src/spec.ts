@@ -42,7 +42,7 @@ const NO_GRADIENT = {
 } as const;
 
 // The default is not sent, so that equal programs have equal bytes.
-const JIT = { off: Jit.UNSPECIFIED, auto: Jit.AUTO } as const;
+const JIT = { off: Jit.UNSPECIFIED, on: Jit.ON } as const;
 
 /** What to compute; the names are those of `tf.gradients` and `Session.run`. */
 export interface SpecOptions {
@@ -68,8 +68,8 @@ export interface SpecOptions {
    */
   readonly rewrites?: string | readonly string[];
   /**
-   * `auto`: XLA may compute calls of programs that run often, if it is faster and its results are equal up to rounding.
-   * Default: `off`.
+   * `on`: XLA computes all calls; the first with new shapes takes seconds. Results are equal up to rounding. A program
+   * whose ops XLA would compute differently is refused. Default: `off`.
    */
   readonly jit?: keyof typeof JIT;
   /** Whether calls of the program may run together, if the server has proved that no result changes. Default: true. */

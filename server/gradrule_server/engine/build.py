@@ -14,6 +14,7 @@ from gradrule_server.engine.arguments import FeedPlan
 from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.checks import check_ops
 from gradrule_server.engine.graph_import import tensor_name
+from gradrule_server.engine.jit import XlaCall, check_xla
 from gradrule_server.engine.memory import MemoryCheck
 from gradrule_server.engine.program import BuiltProgram, FunctionCall, Input, ParamInput, create_graph_call, shape_from
 from gradrule_server.engine.response_writer import ResponseWriter
@@ -76,7 +77,8 @@ def _start_build(
         stacked=request.stacked_grad_ys,
         max_rank=request.max_rank,
         max_unpacking=request.max_unpacking,
-        unbatched=request.unbatched,
+        # Each size of a batch would be compiled on its own.
+        unbatched=request.unbatched or request.jit,
     )
     built.statuses = [override_pb2.RESOLUTION_STATUS_OFF_PATH] * len(request.marks)
     _add_fed_inputs(request, graph_def, built)
@@ -108,6 +110,8 @@ def _build(
     built.graph = graph = tf_private.trace(run, _signature(built), is_stateful=_is_stateful(graph_def))
     if not request.trusted:
         check_ops(graph)
+    if request.jit:
+        check_xla(graph)
     memory_check = MemoryCheck(graph, request.memory_limit)
     built.memory_check = memory_check if memory_check.depends_on_call else None
     returned = {id(tensor) for tensor in graph.outputs}
@@ -121,6 +125,8 @@ def _build(
     else:
         may_use_session = device.startswith("CPU") and "sessions" not in disabled_fast_paths
         built.call = create_graph_call(built, may_use_session=may_use_session)
+        if request.jit and device.startswith("CPU") and graph.outputs:
+            built.call, built.jit = XlaCall(built.function, built.call), True
         dtypes = [tensor.dtype for tensor in graph.outputs]
         built.writer = ResponseWriter(built, dtypes[: len(dtypes) - len(built.updates)], device)
     built.feed_plan = FeedPlan(built, is_enabled="feed-plans" not in disabled_fast_paths)

@@ -49,8 +49,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     """Serves frames until the front end closes the socket `link`.
 
     Args:
-        flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`, `--jit-after`,
-            `--disabled-fast-paths`.
+        flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`, `--disabled-fast-paths`.
         link: Descriptor of a connected stream socket.
         arenas: Descriptors of the shared memory that the engine reads, of the one that it writes, and of the socket
             over which it receives memory of clients; empty if there is none.
@@ -88,7 +87,6 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
         BlobReader(options.blobs),
         memories,
         lambda: calls.put(partial(set_process_name, _WORKER_NAME)),
-        options.jit_after,
         options.disabled_fast_paths,
     )
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
@@ -150,6 +148,5 @@ def _parse(flags: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--blobs", type=Path)
     parser.add_argument("--sandbox", choices=("on", "auto", "off"), default="auto")
     parser.add_argument("--memory-limit", type=int, default=0)
-    parser.add_argument("--jit-after", type=float, default=0.0)
     parser.add_argument("--disabled-fast-paths", type=disabled_paths, default=frozenset())
     return parser.parse_args(flags)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradrule_server.engine.arguments import FeedPlan
     from gradrule_server.engine.backward import TwoPartProgram
     from gradrule_server.engine.derivatives import DerivativeLayout
-    from gradrule_server.engine.jit import JitChoice
+    from gradrule_server.engine.jit import XlaCall
     from gradrule_server.engine.memory import MemoryCheck
     from gradrule_server.engine.response_writer import ResponseWriter
 
@@ -193,8 +193,8 @@ class BuiltProgram:
     """Layout of the derivatives among the results."""
     unbatched: bool = False
     """Whether the program forbids that calls run together."""
-    jit: JitChoice | None = None
-    """Chooses between TensorFlow's kernels and XLA; None if XLA may not compile the program."""
+    jit: bool = False
+    """Whether XLA computes the calls."""
     updates: list[str] = field(default_factory=list)
     """Variables whose new values are the last results."""
     two_parts: TwoPartProgram | None = None
@@ -203,7 +203,7 @@ class BuiltProgram:
     default_gradient_nodes: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
     without_gradient: list[link_pb2.WithoutGradient] = field(default_factory=list)
-    call: SessionCall | FunctionCall = field(init=False)
+    call: SessionCall | FunctionCall | XlaCall = field(init=False)
     """Runs the graph."""
     feed_plan: FeedPlan = field(init=False)
     writer: ResponseWriter = field(init=False)

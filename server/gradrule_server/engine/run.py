@@ -72,19 +72,12 @@ def run(
     if request.blob_folder:
         reader = reader.for_folder(request.blob_folder)
     packing = read_packing(call.answer_packing) if call.HasField("answer_packing") else None
-    is_compiled = False
     try:
         arrays = reader.arrays(built, call, request.params, contents)
-        if built.jit is None:
-            results = built.call(arrays)
-        else:
-            results, is_compiled = built.jit.run(arrays)
+        results = built.call(arrays)
     except TENSORFLOW_ERRORS as cause:
         raise translate_error(cause, built.naming_run(arrays), built.inputs_of) from cause
-    parts = respond(built, results, request.received_ns, started, packing=packing, answer_area=answer_area)
-    if is_compiled:
-        parts.append(_COMPILED)
-    return parts
+    return respond(built, results, request.received_ns, started, packing=packing, answer_area=answer_area)
 
 
 def respond(
@@ -104,6 +97,8 @@ def respond(
     _check_bytes(built.writer.size_of(results))
     queue_ns = max(0, started_ns - received_ns)
     parts = built.writer.write(results, queue_ns, started_ns, packing=packing, answer_area=answer_area)
+    if built.jit:
+        parts.append(_COMPILED)
     if batch_size:
         parts.append(evaluate_pb2.EvaluateResponse(batch_size=batch_size).SerializeToString())
     return parts

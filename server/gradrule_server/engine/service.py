@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.build import build
 from gradrule_server.engine.derivatives import SPARSE
-from gradrule_server.engine.jit import JitCompiler
 from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
 from gradrule_server.engine.memory import ProgramMemory, exhausted_error, memory_error
 from gradrule_server.engine.program import BuiltProgram
@@ -37,8 +36,8 @@ _NOT_MEASURED = contextlib.nullcontext()
 class EngineService:
     """Holds an engine's programs, sessions and forward runs, and handles each kind of frame. Thread-safe.
 
-    `memories`: shared memory of clients. `on_worker`: called at the first task of a compile worker. `jit_after_s`: as
-    for `JitCompiler`. `disabled_fast_paths`: see `gradrule.common.fast_paths`.
+    `memories`: shared memory of clients. `on_worker`: called at the first task of a compile worker.
+    `disabled_fast_paths`: see `gradrule.common.fast_paths`.
     """
 
     def __init__(
@@ -48,11 +47,9 @@ class EngineService:
         blobs: BlobReader,
         memories: AttachedMemories | None = None,
         on_worker: Callable[[], None] = lambda: None,
-        jit_after_s: float = 0.0,
         disabled_fast_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._frames = frames
-        self._jit = JitCompiler(frames, jit_after_s)
         self._reader = ArgumentReader(blobs)
         self._variable_cache = VariableCache(blobs, device)
         self._device = device
@@ -153,8 +150,6 @@ class EngineService:
             self._frames.send(Kind.RAN, frame.request_id, done.SerializeToString())
         elif frame.kind is Kind.END_SESSION:
             self._sessions.end(link_pb2.ReleaseRequest.FromString(payload).handle)
-        elif frame.kind is Kind.JIT_NOTICE:
-            self._jit.refuse(link_pb2.JitNotice.FromString(payload).key)
         elif frame.kind is Kind.RELEASE:
             self._forward_runs.release(link_pb2.ReleaseRequest.FromString(payload).handle)
         else:
@@ -170,8 +165,7 @@ class EngineService:
     def _unload(self, key: str) -> None:
         if key in self._programs:
             self._not_run.discard(key)
-            if self._programs.pop(key).jit is not None:
-                self._jit.report_dropped(key)
+            del self._programs[key]
             self._memory.unloaded(key)
 
     def _find_program(self, key: str) -> BuiltProgram:
@@ -191,8 +185,6 @@ class EngineService:
             values = self._variable_cache.tensors(request.variables, request.blob_folder)
             built = build(request, values, self._device, self._disabled_fast_paths)
         if not request.describe_only:
-            if request.jit == program_pb2.JIT_AUTO:
-                self._jit.allow(request.key, built)
             self._programs[request.key] = built
             self._not_run.add(request.key)
         return link_pb2.CompileReply(

@@ -173,7 +173,7 @@ class Sessions:
         end = len(derivatives) - len(built.updates)
         values = {**session.values, **dict(zip(built.updates, derivatives[end:], strict=True))}
         derivatives = derivatives[:end]
-        response = evaluate_pb2.EvaluateResponse(device=self._device)
+        response = evaluate_pb2.EvaluateResponse(device=self._device, jit=built.jit)
         if request.store:
             values |= dict(zip(request.store, outputs, strict=True))
         else:

@@ -200,32 +200,6 @@ class Batches:
         return found
 
 
-@dataclass(slots=True)
-class JitState:
-    """The programs of an engine that XLA compiles or runs, by their keys.
-
-    Attributes:
-        compiling: Programs that XLA compiles now.
-        chosen: Programs of which calls run with XLA.
-    """
-
-    compiling: set[str] = field(default_factory=set)
-    chosen: set[str] = field(default_factory=set)
-
-    def apply(self, notice: link_pb2.JitNotice) -> None:
-        """Applies a notice of the engine."""
-        self.compiling.discard(notice.key)
-        if notice.outcome == link_pb2.JitNotice.OUTCOME_COMPILING:
-            self.compiling.add(notice.key)
-        elif notice.outcome == link_pb2.JitNotice.OUTCOME_CHOSEN:
-            self.chosen.add(notice.key)
-            _log.info("calls of program %s run with XLA", notice.key)
-        elif notice.outcome == link_pb2.JitNotice.OUTCOME_UNSPECIFIED:
-            self.chosen.discard(notice.key)
-        elif notice.outcome == link_pb2.JitNotice.OUTCOME_REFUSED:
-            _log.info("program %s runs without XLA: %s", notice.key, notice.reason)
-
-
 def pack_batch(most: int, requests: Sequence[tuple[int, Sequence[bytes]]]) -> list[bytes]:
     """Returns the payload of a RUN_BATCH frame in parts. requests: ids, each with its `RunRequest` in parts."""
     head = [_HEAD.pack(len(requests), most)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from google.protobuf.message import DecodeError
 
 from gradrule_server.link.arena import Arenas, ArenaTransfers
-from gradrule_server.link.batching import Batch, Batches, BatchKey, JitState
+from gradrule_server.link.batching import Batch, Batches, BatchKey
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header, unpack_place
 from gradrule_server.link.messages import read_fault
 from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest, RequestScheduler
@@ -92,8 +92,6 @@ class Connection(RequestScheduler, asyncio.Protocol):
         memories: socket.socket | None = None,
     ) -> None:
         super().__init__(asyncio.get_running_loop(), threads, Batches(max_batch_size, max_batch_delay_s))
-        self.jit = JitState()
-        """The programs that the engine runs with XLA."""
         self.memory = MeasuredMemory()
         self._transfers = None if arenas is None else ArenaTransfers(arenas, self.loop, partial(self.notify, Kind.TRIM))
         self.memories = None if memories is None else MemoryChannel(memories, partial(self.notify, Kind.DETACH))
@@ -118,14 +116,6 @@ class Connection(RequestScheduler, asyncio.Protocol):
     def lost_one(self) -> bool:
         """Whether a single request was running when the connection closed."""
         return len(self.lost) == 1 and all(batch is self.lost[0].batch for batch in self.lost_batches)
-
-    @property
-    def lost_xla_programs(self) -> set[str]:
-        """Keys of the programs whose XLA code was compiled or run when the connection closed."""
-        runs = [request for request in self.lost if request.kind is Kind.RUN and not request.is_given_up]
-        keys = {None if request.batch_key is None else request.batch_key.program for request in runs}
-        # It is unknown which program a request without a batch key runs.
-        return self.jit.compiling | (self.jit.chosen if None in keys else self.jit.chosen & keys)
 
     @property
     def is_closed(self) -> bool:
@@ -311,9 +301,6 @@ class Connection(RequestScheduler, asyncio.Protocol):
         if kind is Kind.BATCH_NOTICE:
             self._batches.apply(link_pb2.BatchNotice.FromString(bytes(view)))
             self._end_batch(request_id)
-            return
-        if kind is Kind.JIT_NOTICE:
-            self.jit.apply(link_pb2.JitNotice.FromString(bytes(view)))
             return
         if kind is Kind.MEMORY_NOTICE:
             self.memory.apply(link_pb2.MemoryNotice.FromString(bytes(view)))

@@ -17,7 +17,6 @@ from gradrule_server.errors import error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.connection import MeasuredMemory
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import jit_refusal
 from gradrule_server.link.monitor import EngineStatus
 from gradrule_server.link.process import DEFAULT_TIMES, EngineProcess, EngineTimes, Spares
 from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest
@@ -93,8 +92,6 @@ class Engine:
         """Loop time of the last request, or of the start of its process."""
         self._unbatched: set[str] = set()
         """Programs that were running as a batch when a process ended. Their calls run alone from then on."""
-        self._without_jit: set[str] = set()
-        """Programs whose XLA code was compiled or run when a process ended. XLA does not compile them again."""
         self.last_end: EngineEnd | None = None
         """How the previous process ended, once that is known."""
         self.generation = 0
@@ -201,7 +198,6 @@ class Engine:
             waiting=connection.waiting if connection is not None else 0,
             kept=self.kept,
             programs=self.programs if self.is_ready else 0,
-            jit_programs=len(connection.jit.chosen) if connection is not None else 0,
             resident_bytes=process.resident_bytes if process is not None else 0,
             uptime_s=time.monotonic() - process.started_at if process is not None else 0.0,
             ended=dict(self._ended),
@@ -235,8 +231,6 @@ class Engine:
         self.generation += 1
         self.kept = self.programs = 0
         process.connection.on_idle = self._on_idle
-        for digest in self._without_jit:
-            process.connection.notify(Kind.JIT_NOTICE, jit_refusal(digest))
         self._on_change(self)
         if process.connection.is_closed:
             self._handle_end(process)
@@ -438,8 +432,6 @@ class Engine:
         self._process = None
         if len(self._unbatched) < _MAX_REMEMBERED:
             self._unbatched |= {batch.key.digest for batch in process.connection.lost_batches}
-        if len(self._without_jit) < _MAX_REMEMBERED:
-            self._without_jit |= {key.partition("/")[0] for key in process.connection.lost_xla_programs}
         report = asyncio.create_task(self._report_end(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)

@@ -64,7 +64,6 @@ class Kind(enum.IntEnum):
     RUN_BATCH = 22
     BATCH_NOTICE = 23
     DETACH = 24
-    JIT_NOTICE = 30
     MEMORY_NOTICE = 31
 
 

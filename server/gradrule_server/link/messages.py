@@ -273,12 +273,6 @@ def session_run(
     return _field(link_pb2.SessionRequest.RUN_FIELD_NUMBER, whole)
 
 
-def jit_refusal(digest: str) -> bytes:
-    """Returns the payload of a JIT_NOTICE that forbids XLA to compile a program."""
-    notice = link_pb2.JitNotice(key=digest, outcome=link_pb2.JitNotice.OUTCOME_REFUSED)
-    return notice.SerializeToString()
-
-
 def _field(number: int, parts: Sequence[bytes]) -> Sequence[bytes]:
     """Returns parts of a message as one field of another message."""
     return prefix(number, sum(map(len, parts))), *parts

@@ -51,7 +51,6 @@ class EngineStatus:
     waiting: int
     kept: int
     programs: int
-    jit_programs: int
     resident_bytes: int
     uptime_s: float
     ended: dict[str, int]

@@ -6,10 +6,8 @@ import asyncio
 import ctypes
 import gc
 import os
-import platform
 import re
 import resource
-import struct
 from collections import deque
 from pathlib import Path
 
@@ -19,9 +17,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.prctl.restype = ctypes.c_int
 
-# linux/sched.h; by machine
-_SCHED_BATCH = 3
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 # linux/prctl.h
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 
@@ -63,19 +58,6 @@ def set_process_name(name: str) -> None:
     """Sets the name that `ps` and `top` show; the kernel keeps 15 bytes of it."""
     text = ctypes.create_string_buffer(name.encode())
     prctl(_PR_SET_NAME, ctypes.c_void_p(ctypes.addressof(text)))
-
-
-def lower_priority(nice: int) -> None:
-    """Lowers the priority of the calling thread, and of threads that it starts, permanently.
-
-    The sandbox refuses `setpriority`, because that can name other processes. Raises `OSError`.
-    """
-    number = _SCHED_SETATTR.get(platform.machine())
-    if number is not None:
-        # struct sched_attr: its size, the policy, flags, nice, and the fields of other policies.
-        packed = struct.pack("<IIQiIQQQ", 48, _SCHED_BATCH, 0, nice, 0, 0, 0, 0)
-        attributes = ctypes.create_string_buffer(packed, len(packed))
-        syscall(number, 0, ctypes.c_void_p(ctypes.addressof(attributes)), 0)
 
 
 def adopt_orphans() -> None:

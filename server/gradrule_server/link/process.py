@@ -97,7 +97,6 @@ class ProcessOptions:
     sandbox: str = "auto"
     max_batch_size: int = 1
     max_batch_delay_s: float = 0.0
-    jit_after_s: float = 0.0
     disabled_fast_paths: str = ""
 
     def flags(self) -> list[str]:
@@ -105,9 +104,8 @@ class ProcessOptions:
         blobs = [] if self.blob_folder is None else ["--blobs", str(self.blob_folder.absolute())]
         limit = [] if not self.memory_limit else ["--memory-limit", str(self.memory_limit)]
         given = ["--device", self.device, "--threads", str(self.threads), "--sandbox", self.sandbox]
-        jit = [] if not self.jit_after_s else ["--jit-after", str(self.jit_after_s)]
         paths = [] if not self.disabled_fast_paths else ["--disabled-fast-paths", self.disabled_fast_paths]
-        return [*given, *blobs, *limit, *jit, *paths]
+        return [*given, *blobs, *limit, *paths]
 
 
 @dataclass(eq=False)

@@ -46,10 +46,6 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
     "engine_running_requests": ("Requests that run on the engine.", lambda engine: engine.running),
     "engine_waiting_requests": ("Requests that wait for the engine.", lambda engine: engine.waiting),
     "engine_programs": ("Programs that the engine holds.", lambda engine: engine.programs),
-    "engine_jit_programs": (
-        "Programs whose calls the engine runs with XLA.",
-        lambda engine: engine.jit_programs,
-    ),
     "engine_resident_bytes": ("Memory of the engine's process.", lambda engine: engine.resident_bytes),
     "engine_uptime_seconds": ("Seconds since the engine's process became ready.", lambda engine: engine.uptime_s),
 }

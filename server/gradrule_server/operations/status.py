@@ -141,7 +141,6 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
             running=engine.running,
             waiting=engine.waiting,
             programs=engine.programs,
-            jit_programs=engine.jit_programs,
             resident_bytes=engine.resident_bytes,
             ended=engine.ended,
         )

@@ -228,7 +228,7 @@ def _build_request(
         max_rank=limits.rank,
         max_unpacking=limits.unpacking,
         unbatched=not _may_batch(spec.batching),
-        jit=spec.jit,
+        jit=spec.jit == program_pb2.JIT_ON,
     )
 
 
@@ -362,7 +362,7 @@ def _digest(program: _ReadProgram, request: link_pb2.CompileRequest, values: Var
     }
     if request.unbatched:
         content["batching"] = False
-    if spec.jit == program_pb2.JIT_AUTO:
+    if request.jit:
         content["jit"] = True
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

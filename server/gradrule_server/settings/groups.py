@@ -191,12 +191,6 @@ class Requests(SettingsGroup):
         description="Maximum time that a request waits for a batch while its program is running, milliseconds; 0 "
         "disables waiting.",
     )
-    jit_after_s: float = Field(
-        1.0,
-        ge=0,
-        description="Total run time, for equal shapes, after which XLA compiles a program with jit=auto in the "
-        "background, seconds; 0 disables.",
-    )
 
 
 class Engines(SettingsGroup):

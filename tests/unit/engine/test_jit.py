@@ -1,24 +1,24 @@
-"""Tests the choice between TensorFlow's kernels and XLA. The tests set results and times of the runs."""
+"""Tests which programs XLA compiles, and what a call gets if XLA fails."""
 
 from __future__ import annotations
 
-import queue
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import gradrule as gr
+from gradrule.v1 import errors_pb2
 from gradrule_server.engine import jit
-from gradrule_server.engine.jit import JitChoice, JitCompiler, ShapeVariant, refusal_reason
+from gradrule_server.engine.build import build
+from gradrule_server.engine.jit import XlaCall, check_xla
+from gradrule_server.errors import GradruleError
 from gradrule_server.link.fork_server import engine_environment
-from gradrule_server.link.v1 import link_pb2
-
-_SLOW_S, _FAST_S = 0.01, 0.0
+from tests.unit.engine.building import prepared
 
 # Prints the names of functions whose results differ with XLA.
 _MAXIMA = """
@@ -38,123 +38,47 @@ for name, run in {
 """
 
 
-class Compiler:
-    """Compiles at once, on the thread of the call."""
-
-    after_s = 0.02
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-        self.chosen = 0
-
-    def compile(self, choice: JitChoice, variant: ShapeVariant) -> None:
-        self.reasons.append(reason := choice.prepare(variant))
-        if reason:
-            choice.refuse(reason)
-
-    def report_chosen(self, choice: JitChoice) -> None:
-        self.chosen += 1
-
-    def report_dropped(self, key: str) -> None:
-        self.chosen -= 1
-
-    def report_refused(self, key: str, reason: str) -> None:
-        self.reasons.append(reason)
+def doubled() -> gr.Graph:
+    g = gr.Graph()
+    g.op_output("Identity", g.placeholder("x", "float32", [None]) * 2.0, name="y")
+    return g
 
 
-def taking(seconds: float, offset: float = 0.0) -> Callable[[Any], Any]:
-    def call(arguments: Any) -> Any:
-        time.sleep(seconds)
-        return [arguments[0] * np.float32(2) + np.float32(offset)]
-
-    return call
+def built(*, is_on: bool, device: str = "CPU:0") -> Any:
+    request = prepared(doubled()).request
+    request.jit = is_on
+    return build(request, device=device)
 
 
-def doubled() -> Any:
-    return tf.function(lambda x: [x * 2], input_signature=[tf.TensorSpec([None])]).get_concrete_function()
+def test_calls_of_a_program_that_asks_for_it_run_with_xla_and_alone() -> None:
+    found = built(is_on=True)
+    assert isinstance(found.call, XlaCall)
+    assert found.jit and found.unbatched
+    x = np.arange(5, dtype=np.float32)
+    np.testing.assert_array_equal(found.call([x])[0], 2 * x)
+    np.testing.assert_array_equal(found.call.on_device([tf.constant(x)])[0], 2 * x)
 
 
-def answers(choice: JitChoice, count: int, size: int = 8) -> list[bool]:
-    """Runs `count` calls; returns for each whether it ran with XLA."""
-    found = []
-    for number in range(count):
-        x = np.full(size, number, np.float32)
-        (result,), is_compiled = choice.run([x])
-        np.testing.assert_allclose(result, 2 * x, rtol=1e-5)
-        found.append(is_compiled)
-    return found
+@pytest.mark.parametrize(("is_on", "device"), [(False, "CPU:0"), (True, "GPU:0")])
+def test_other_programs_and_gpus_do_not_use_xla(is_on: bool, device: str) -> None:
+    found = built(is_on=is_on, device=device)
+    assert not found.jit and not isinstance(found.call, XlaCall)
 
 
-def made(monkeypatch: pytest.MonkeyPatch, compiled: Callable[[Any], Any]) -> tuple[JitChoice, Compiler]:
-    monkeypatch.setattr(jit, "compiled_call", lambda function, arrays: compiled)
-    compiler = Compiler()
-    return JitChoice("digest/1", doubled(), taking(_SLOW_S), compiler, lambda position, argument: False), compiler
+def test_each_set_of_shapes_is_compiled_once_and_only_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+    make = jit._compiled_call
 
+    def counted(function: Any, arrays: Any) -> Any:
+        compiled.append(len(arrays[0]))
+        return make(function, arrays)
 
-def test_xla_is_chosen_for_shapes_where_it_is_faster_and_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, compiler = made(monkeypatch, taking(_FAST_S))
-    found = answers(choice, 40)
-    assert not any(found[:4]) and all(found[-10:])
-    assert compiler.reasons == [""] and compiler.chosen == 1
-    assert not choice.run([np.zeros(3, np.float32)])[1]
-
-
-def test_samples_do_not_copy_the_values_that_the_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = np.full(1000, 2, np.float32)
-    # The bytes of the weights do not reduce the number of samples.
-    monkeypatch.setattr(jit, "_MAX_SAMPLE_BYTES", weights.nbytes)
-    compared: list[list[np.ndarray]] = []
-
-    def compiled(arguments: Any) -> Any:
-        compared.append(arguments)
-        return taking(_FAST_S)(arguments)
-
-    monkeypatch.setattr(jit, "compiled_call", lambda function, arrays: compiled)
-    compiler = Compiler()
-    choice = JitChoice("digest/1", doubled(), taking(_SLOW_S), compiler, lambda position, argument: argument is weights)
-    given = np.ones(8, np.float32)
-    while not compiler.reasons:
-        assert not choice.run([given, weights])[1]
-    assert len(compared) == 2
-    for x, w in compared:
-        assert w is weights
-        assert not np.shares_memory(x, given)
-
-
-def test_xla_is_not_chosen_where_it_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, compiler = made(monkeypatch, taking(2 * _SLOW_S))
-    assert not any(answers(choice, 40)[-10:])
-    # The reason is reported to the front end.
-    assert compiler.reasons[0] == "" and "of the time" in compiler.reasons[1]
-    assert not compiler.chosen
-
-
-def test_xla_is_not_used_if_results_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, compiler = made(monkeypatch, taking(_FAST_S, offset=0.01))
-    assert not any(answers(choice, 30))
-    assert compiler.reasons == ["result 0 is another with XLA"]
-
-
-def test_a_call_that_fails_with_xla_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-
-    def failing(arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 20:
-            raise tf.errors.InternalError(None, None, "out of registers")
-        return taking(_FAST_S)(arguments)
-
-    choice, compiler = made(monkeypatch, failing)
-    assert not any(answers(choice, 60)[-10:])
-    assert not compiler.chosen
-
-
-def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, compiler = made(monkeypatch, taking(_FAST_S))
-    monkeypatch.setattr(jit, "_LEAST_RUN_NS", 10**9)
-    assert not any(answers(choice, 30))
-    assert not compiler.reasons
+    monkeypatch.setattr(jit, "_compiled_call", counted)
+    monkeypatch.setattr(jit, "_MAX_SHAPES", 2)
+    call = built(is_on=True).call
+    for size in (1, 2, 1, 3, 1, 2):
+        np.testing.assert_array_equal(call([np.ones(size, np.float32)])[0], np.full(size, 2, np.float32))
+    assert compiled == [1, 2, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -178,8 +102,48 @@ def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.Monk
 )
 def test_only_programs_of_known_ops_are_compiled(run: Any, dtype: tf.DType, reason: str) -> None:
     function = tf.function(run, input_signature=[tf.TensorSpec([2, 2], dtype)], autograph=False)
-    found = refusal_reason(function.get_concrete_function())
-    assert reason in found and bool(found) is bool(reason)
+    graph = function.get_concrete_function().graph
+    with pytest.raises(GradruleError, match=reason) if reason else nullcontext() as caught:
+        check_xla(graph)
+    if caught is not None:
+        assert {finding.reason for finding in caught.value.findings} == {errors_pb2.ERROR_REASON_UNSUPPORTED_OP}
+        assert "jit=off" in str(caught.value)
+
+
+def test_programs_with_very_many_ops_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_MAX_OPS", 2)
+    with pytest.raises(GradruleError, match="XLA compiles at most 2") as caught:
+        built(is_on=True)
+    assert caught.value.reason == errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
+
+
+def failing_call(plain: Any, message: str = "out of registers") -> Any:
+    def fail(arrays: Any) -> Any:
+        kind = tf.errors.ResourceExhaustedError if "memory" in message else tf.errors.InternalError
+        raise kind(None, None, message)
+
+    call: Any = XlaCall(None, plain)
+    call._call_for = lambda arrays: fail
+    return call
+
+
+def test_a_failure_of_xla_is_told_as_such_if_the_kernels_succeed() -> None:
+    with pytest.raises(GradruleError, match=r"XLA cannot run the program: out of registers; .* jit=off") as caught:
+        failing_call(lambda arrays: arrays)([np.zeros(2)])
+    assert caught.value.reason == errors_pb2.ERROR_REASON_EXECUTION_FAILED
+
+
+def test_a_failure_of_the_program_itself_is_that_of_the_kernels() -> None:
+    def fail(arrays: Any) -> Any:
+        raise tf.errors.InvalidArgumentError(None, None, "Incompatible shapes")
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Incompatible shapes"):
+        failing_call(fail)([np.zeros(2)])
+
+
+def test_a_call_without_memory_does_not_run_again() -> None:
+    with pytest.raises(tf.errors.ResourceExhaustedError):
+        failing_call(lambda arrays: pytest.fail("it ran again"), "out of memory")([np.zeros(2)])
 
 
 def test_maxima_and_minima_of_nan_are_nan_with_xla() -> None:
@@ -187,60 +151,3 @@ def test_maxima_and_minima_of_nan_are_nan_with_xla() -> None:
         [sys.executable, "-c", _MAXIMA], env=engine_environment(), capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
-
-
-class Frames:
-    """Records the notices that are sent; fails for the notices of some programs."""
-
-    def __init__(self, *failing: str) -> None:
-        self.notices: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        self._failing = failing
-
-    def send(self, kind: Any, number: int, payload: bytes) -> None:
-        notice = link_pb2.JitNotice.FromString(payload)
-        if notice.key in self._failing:
-            raise OSError("no room")
-        self.notices.put((notice.key, notice.outcome))
-
-
-class Prepared:
-    """Replaces a `JitChoice`; the test sets what `prepare` does."""
-
-    reason = ""
-
-    def __init__(self, key: str, prepare: Callable[[ShapeVariant], str]) -> None:
-        self.key = key
-        self.prepare = prepare
-        self.refused: list[str] = []
-
-    def refuse(self, reason: str) -> None:
-        self.refused.append(reason)
-
-
-def test_a_program_that_fails_does_not_keep_others_from_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_priority(nice: int) -> None:
-        raise PermissionError("no")
-
-    def compiled(variant: ShapeVariant) -> str:
-        variant.compiled = taking(_FAST_S)
-        return ""
-
-    def failing(variant: ShapeVariant) -> str:
-        raise RuntimeError("no thread is left")
-
-    monkeypatch.setattr(jit, "lower_priority", no_priority)
-    frames: Any = Frames("unreported")
-    compiler = JitCompiler(frames, 1.0)
-    # A call that fails with XLA as soon as it is compiled leaves nothing compiled.
-    choices: list[Any] = [
-        Prepared("unreported", compiled),
-        Prepared("failing", failing),
-        Prepared("dropped", lambda _: ""),
-        Prepared("good", compiled),
-    ]
-    for choice in choices:
-        compiler.compile(choice, ShapeVariant())
-    outcomes = [frames.notices.get(timeout=60) for _ in range(6)]
-    done, wrong = link_pb2.JitNotice.OUTCOME_COMPILED, link_pb2.JitNotice.OUTCOME_REFUSED
-    assert outcomes[1::2] == [("failing", wrong), ("dropped", done), ("good", done)]
-    assert [choice.refused for choice in choices] == [["OSError"], ["RuntimeError"], [], []]

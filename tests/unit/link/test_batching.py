@@ -376,19 +376,3 @@ async def test_an_engine_that_dies_after_it_answered_while_it_tries_a_program_do
         engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/2"))
     answer(connection, transport, b"e")
     assert frames(transport) == [[b"e"], [b"f"]]
-
-
-async def test_a_program_whose_xla_code_ended_an_engine_is_not_compiled_again() -> None:
-    engine = FakeEngine()
-    connection = engine.fake.connection
-    for key in ("bad/1", "good/2"):
-        payload = link_pb2.JitNotice(key=key, outcome=link_pb2.JitNotice.OUTCOME_CHOSEN).SerializeToString()
-        connection.data_received(pack_header(Kind.JIT_NOTICE, 0, len(payload)) + payload)
-    work = engine.submit(Kind.RUN, b"a", batch_key=BatchKey("bad/1"))
-    assert engine.sent(Kind.RUN) == [b"a"]
-    engine.fake.die(CRASH)
-    with pytest.raises(ConnectionLost):
-        await work.answer
-    engine.start_another()
-    notices = [link_pb2.JitNotice.FromString(payload) for payload in engine.sent(Kind.JIT_NOTICE)]
-    assert [(notice.key, notice.outcome) for notice in notices] == [("bad", link_pb2.JitNotice.OUTCOME_REFUSED)]

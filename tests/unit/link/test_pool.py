@@ -744,28 +744,6 @@ async def test_a_stop_ends_all_though_the_watch_had_died(starter: Starter, monke
     assert all(process.is_killed for process in starter.started)
 
 
-async def test_what_xla_compiled_when_an_engine_ended_is_not_compiled_again(starter: Starter) -> None:
-    pool = _pool()
-    await pool.start()
-    await _until(lambda: pool.spares_ready)
-    first = starter.started[0]
-
-    def told(key: str, outcome: link_pb2.JitNotice.Outcome.ValueType) -> None:
-        payload = link_pb2.JitNotice(key=key, outcome=outcome).SerializeToString()
-        first.connection.data_received(pack_header(Kind.JIT_NOTICE, 0, len(payload)) + payload)
-
-    told("good/1", link_pb2.JitNotice.OUTCOME_COMPILING)
-    told("good/1", link_pb2.JitNotice.OUTCOME_COMPILED)
-    told("good/1", link_pb2.JitNotice.OUTCOME_CHOSEN)
-    told("bad/2", link_pb2.JitNotice.OUTCOME_COMPILING)
-    assert pool.status()[0].jit_programs == 1
-    first.die(CRASH)
-    notices = [payload for kind, _, payload in starter.transports[1].sent if kind is Kind.JIT_NOTICE]
-    assert [link_pb2.JitNotice.FromString(payload).key for payload in notices] == ["bad"]
-    assert pool.status()[0].jit_programs == 0
-    await pool.stop()
-
-
 _SHARED = 200
 """Bytes that the processes of these tests share with the fork server."""
 

@@ -25,7 +25,6 @@ ENGINE = EngineStatus(
     waiting=1,
     kept=0,
     programs=3,
-    jit_programs=2,
     resident_bytes=1 << 30,
     uptime_s=60.5,
     ended={},

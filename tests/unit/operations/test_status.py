@@ -26,7 +26,6 @@ def test_client_reads_the_whole_status() -> None:
     assert (found.version, found.tensorflow_version, found.uptime, found.ready) == ("1.2.3", "2.21.0", 90.5, True)
     first, second = found.engines
     assert (first.index, first.device, first.pid, first.running, first.waiting) == (0, "CPU:0", 4711, 2, 1)
-    assert first.jit_programs == 2
     assert (first.programs, first.resident_bytes, first.uptime, first.ended) == (3, 1 << 30, 60.5, {})
     assert (second.pid, second.ready, second.ended) == (None, False, {"crash": 2, "memory": 1})
     assert (found.spare_engines, found.requests) == (1, Usage(4, 256))

@@ -104,7 +104,6 @@ export interface EngineStatus {
   ended?: Record<string, string>;
   tenant?: string;
   holdsSessions?: boolean;
-  jitPrograms?: number;
 }
 
 export interface TenantStatus {

@@ -24,7 +24,7 @@ GradYs: TypeAlias = "Mapping[Name, Any] | Sequence[Any]"
 CallParams: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 UnconnectedGradients: TypeAlias = Literal["none", "zero"]
 NoGradient: TypeAlias = Literal["error", "default", "pass", "zero"]
-Jit: TypeAlias = Literal["off", "auto"]
+Jit: TypeAlias = Literal["off", "on"]
 
 
 @dataclass(frozen=True, slots=True)

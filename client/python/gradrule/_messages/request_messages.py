@@ -58,7 +58,7 @@ _NO_GRADIENT = {
     "zero": program_pb2.NO_GRADIENT_ZERO,
 }
 # Omit the default, so that equal programs have equal bytes.
-_JIT = {"off": program_pb2.JIT_UNSPECIFIED, "auto": program_pb2.JIT_AUTO}
+_JIT = {"off": program_pb2.JIT_UNSPECIFIED, "on": program_pb2.JIT_ON}
 
 
 class Source(NamedTuple):

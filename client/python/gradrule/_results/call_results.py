@@ -168,7 +168,7 @@ class Result:
         timings: Durations in seconds.
         device: Device that ran the program.
         batch_size: Number of examples that the server ran together with this call's; 0: the call ran alone.
-        jit: Whether XLA compiled the program.
+        jit: Whether XLA computed the result.
         digests: Digests of graph and program.
     """
 

@@ -40,7 +40,6 @@ class EngineStatus:
         ended: Number of earlier engines with this index that ended, by reason.
         tenant: Tenant whose calls it runs; empty: none yet.
         holds_sessions: Whether it runs only sessions.
-        jit_programs: Number of programs that it runs with XLA.
     """
 
     index: int
@@ -55,7 +54,6 @@ class EngineStatus:
     ended: Mapping[str, int]
     tenant: str
     holds_sessions: bool
-    jit_programs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +264,6 @@ def _engine(message: admin_pb2.EngineStatus) -> EngineStatus:
         ended=dict(message.ended),
         tenant=message.tenant,
         holds_sessions=message.holds_sessions,
-        jit_programs=message.jit_programs,
     )
 
 

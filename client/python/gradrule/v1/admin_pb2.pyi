@@ -347,7 +347,7 @@ class EngineStatus(google.protobuf.message.Message):
     holds_sessions: builtins.bool
     """True if the engine runs sessions only."""
     jit_programs: builtins.int
-    """Number of programs whose calls the engine runs with XLA."""
+    """Always 0."""
     @property
     def uptime(self) -> google.protobuf.duration_pb2.Duration:
         """Time since the engine became ready."""

@@ -101,14 +101,16 @@ class _JitEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWr
     JIT_OFF: _Jit.ValueType  # 1
     """TensorFlow's kernels compute each call."""
     JIT_AUTO: _Jit.ValueType  # 2
-    """The server compiles programs that run often in the background, for the shapes of their calls. XLA then computes calls of these
-    shapes if its results are equal up to rounding and it is faster. `EvaluateResponse.jit` tells whether it did. Sessions and
-    forward handles never use XLA.
+    """The same as OFF. Earlier servers let XLA compute calls of programs that ran often."""
+    JIT_ON: _Jit.ValueType  # 3
+    """XLA computes each call, and compiles the program at the first call with new shapes, which takes seconds. A program with ops that
+    XLA would compute differently is refused (UNSUPPORTED_OP). Forward handles and engines on a GPU do not use XLA; see
+    `EvaluateResponse.jit`.
     """
 
 class Jit(_Jit, metaclass=_JitEnumTypeWrapper):
-    """Whether XLA may compile a program. XLA may round the last bits differently from TensorFlow's kernels, so an answer may change in
-    these bits when the server switches between the two. It does not reorder floating-point operations.
+    """Whether XLA compiles a program. XLA may round the last bits differently from TensorFlow's kernels. It does not reorder
+    floating-point operations.
     """
 
 JIT_UNSPECIFIED: Jit.ValueType  # 0
@@ -116,9 +118,11 @@ JIT_UNSPECIFIED: Jit.ValueType  # 0
 JIT_OFF: Jit.ValueType  # 1
 """TensorFlow's kernels compute each call."""
 JIT_AUTO: Jit.ValueType  # 2
-"""The server compiles programs that run often in the background, for the shapes of their calls. XLA then computes calls of these
-shapes if its results are equal up to rounding and it is faster. `EvaluateResponse.jit` tells whether it did. Sessions and
-forward handles never use XLA.
+"""The same as OFF. Earlier servers let XLA compute calls of programs that ran often."""
+JIT_ON: Jit.ValueType  # 3
+"""XLA computes each call, and compiles the program at the first call with new shapes, which takes seconds. A program with ops that
+XLA would compute differently is refused (UNSUPPORTED_OP). Forward handles and engines on a GPU do not use XLA; see
+`EvaluateResponse.jit`.
 """
 global___Jit = Jit
 
@@ -347,7 +351,7 @@ class ProgramSpec(google.protobuf.message.Message):
     no_gradient: global___NoGradient.ValueType
     """Default: ERROR."""
     jit: global___Jit.ValueType
-    """Whether XLA may compute calls. Default: OFF. A program with another value is another program."""
+    """Whether XLA computes calls. Default: OFF. A program with another value is another program."""
     @property
     def graph(self) -> gradrule.v1.rule_pb2.GraphSource:
         """Graph. Required."""

@@ -12,7 +12,6 @@ bytes of a message of the API. The kinds of frames, with their answers:
 - RUN (RunRequest) → RAN (the bytes of a `gradrule.v1.EvaluateResponse`)
 - RUN_BATCH (RunRequests of one program with their request ids, see link/batching.py) → the answer to a RUN for each
   of them, and one BATCH_NOTICE (BatchNotice)
-- JIT_NOTICE (JitNotice): sent by either end; no answer.
 - MEMORY_NOTICE (MemoryNotice): sent by the engine when it has loaded a program, run it for the first time, or freed
   memory; no answer.
 - FORWARD (ForwardRequest) → RAN (ForwardReply)
@@ -403,8 +402,8 @@ class CompileRequest(google.protobuf.message.Message):
     """Whether calls of the program must not run in batches."""
     describe_only: builtins.bool
     """Whether the engine only replies and does not keep the program; no call can run then."""
-    jit: gradrule.v1.program_pb2.Jit.ValueType
-    """Whether XLA may compile the program."""
+    jit: builtins.bool
+    """Whether XLA computes calls of the program."""
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MarkedNode]:
         """Nodes whose gradient an override determines."""
@@ -495,7 +494,7 @@ class CompileRequest(google.protobuf.message.Message):
         blob_folder: builtins.str = ...,
         unbatched: builtins.bool = ...,
         describe_only: builtins.bool = ...,
-        jit: gradrule.v1.program_pb2.Jit.ValueType = ...,
+        jit: builtins.bool = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "describe_only", b"describe_only", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "max_unpacking", b"max_unpacking", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unbatched", b"unbatched", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
@@ -705,63 +704,6 @@ class RunRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "key", b"key", "params", b"params", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
 
 global___RunRequest = RunRequest
-
-@typing.final
-class JitNotice(google.protobuf.message.Message):
-    """Reports an engine's use of XLA for a program. Sent by the front end: forbids it."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    class _Outcome:
-        ValueType = typing.NewType("ValueType", builtins.int)
-        V: typing_extensions.TypeAlias = ValueType
-
-    class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[JitNotice._Outcome.ValueType], builtins.type):
-        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-        OUTCOME_UNSPECIFIED: JitNotice._Outcome.ValueType  # 0
-        """No call uses XLA any more."""
-        OUTCOME_COMPILING: JitNotice._Outcome.ValueType  # 1
-        """XLA is compiling the program."""
-        OUTCOME_COMPILED: JitNotice._Outcome.ValueType  # 2
-        """The program is compiled, and the engine will measure its time."""
-        OUTCOME_CHOSEN: JitNotice._Outcome.ValueType  # 3
-        """Calls use XLA."""
-        OUTCOME_REFUSED: JitNotice._Outcome.ValueType  # 4
-        """Calls do not use XLA. Sent by the front end: XLA must not compile the program."""
-
-    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
-        """States of a program."""
-
-    OUTCOME_UNSPECIFIED: JitNotice.Outcome.ValueType  # 0
-    """No call uses XLA any more."""
-    OUTCOME_COMPILING: JitNotice.Outcome.ValueType  # 1
-    """XLA is compiling the program."""
-    OUTCOME_COMPILED: JitNotice.Outcome.ValueType  # 2
-    """The program is compiled, and the engine will measure its time."""
-    OUTCOME_CHOSEN: JitNotice.Outcome.ValueType  # 3
-    """Calls use XLA."""
-    OUTCOME_REFUSED: JitNotice.Outcome.ValueType  # 4
-    """Calls do not use XLA. Sent by the front end: XLA must not compile the program."""
-
-    KEY_FIELD_NUMBER: builtins.int
-    OUTCOME_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    key: builtins.str
-    """Key of the program. Sent by the front end: its digest, with which the key starts."""
-    outcome: global___JitNotice.Outcome.ValueType
-    """State of the program."""
-    reason: builtins.str
-    """Why calls do not use XLA."""
-    def __init__(
-        self,
-        *,
-        key: builtins.str = ...,
-        outcome: global___JitNotice.Outcome.ValueType = ...,
-        reason: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
-
-global___JitNotice = JitNotice
 
 @typing.final
 class BatchNotice(google.protobuf.message.Message):

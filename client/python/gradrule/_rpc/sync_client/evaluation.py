@@ -80,8 +80,8 @@ class EvaluationMethods(ClientBase):
             stacked_grad_ys: Pull back many upstream gradients at once: each array in `grad_ys` has one more axis in
                 front, all of one size, and so has each gradient.
             batching: Let the server run calls of one program together if it has proved that no result changes.
-            jit: `"auto"` lets XLA compute calls of a program that runs often, if it is faster and its results are
-                equal up to rounding; `"off"`.
+            jit: `"on"` lets XLA compute all calls; the first with new shapes takes seconds. Results are equal up to
+                rounding. A program whose ops XLA would compute differently is refused. `"off"`: TensorFlow's kernels.
             cast: Convert arrays in `feeds` and `grad_ys` even if that rounds values.
             transfer: How tensors are transferred in this call; default: as `connect` says.
             timeout: Seconds; default: that of `connect`.
