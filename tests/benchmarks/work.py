@@ -26,9 +26,17 @@ class Work:
     xs: list[str]
     feeds: dict[Any, Any]
     overrides: Mapping[str, str] = field(default_factory=lambda: RULE)
+    batching: gr.Batching | None = None
 
     def compile(self, client: gr.Client) -> gr.Program:
-        return client.compile(self.graph, fetches=self.fetches, ys=self.ys, xs=self.xs, overrides=self.overrides)
+        return client.compile(
+            self.graph,
+            fetches=self.fetches,
+            ys=self.ys,
+            xs=self.xs,
+            overrides=self.overrides,
+            batching=self.batching,
+        )
 
     def evaluate(self, client: gr.Client) -> gr.Result:
         """With the graph in the request."""
@@ -123,7 +131,8 @@ def recurrent(width: int, steps: int) -> Work:
     for _ in range(steps):
         state = g.op_output("Sign", g.op_output("AddV2", g.matmul(state, weights), x))
     g.reduce_sum(state, axis=[1], name="y")
-    return Work(g, ["y"], ["y"], ["x"], {"x": rng.normal(size=(1, width)).astype(np.float32)})
+    feeds = {"x": rng.normal(size=(1, width)).astype(np.float32)}
+    return Work(g, ["y"], ["y"], ["x"], feeds, batching=gr.Batching(axis=0))
 
 
 def perceptron(width: int) -> Work:
@@ -135,7 +144,8 @@ def perceptron(width: int) -> Work:
         weights = (rng.normal(size=(inputs, outputs)) / np.sqrt(inputs)).astype(np.float32)
         last = g.op_output("Sign", g.matmul(last, g.constant(weights)))
     g.reduce_sum(last, axis=[1], name="y")
-    return Work(g, ["y"], ["y"], ["x"], {"x": rng.normal(size=(1, _PIXELS)).astype(np.float32)})
+    feeds = {"x": rng.normal(size=(1, _PIXELS)).astype(np.float32)}
+    return Work(g, ["y"], ["y"], ["x"], feeds, batching=gr.Batching(axis=0))
 
 
 def resnet() -> Work:

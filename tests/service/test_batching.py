@@ -1,4 +1,4 @@
-"""Concurrent calls of one program run together in the engine."""
+"""Concurrent calls of a program that declares batching run together in the engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from tests.service.servers import RunningServer, running_server
 
@@ -70,7 +71,8 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def compiled(client: Any, graph: gr.Graph, **words: Any) -> gr.Program:
-    program: gr.Program = client.compile(graph, fetches=["y"], ys=["y"], xs=["x"], **words)
+    words = {"fetches": ["y"], "ys": ["y"], "xs": ["x"], "batching": gr.Batching(axis=0), **words}
+    program: gr.Program = client.compile(graph, **words)
     return program
 
 
@@ -143,8 +145,8 @@ def test_calls_run_together_again_after_a_batch_failed(client: Any, threads: Thr
     repeat_until_together(threads, lambda x: program(x=x))
 
 
-def test_program_with_batching_off_runs_its_calls_alone(client: Any, threads: ThreadPoolExecutor) -> None:
-    program = compiled(client, perceptron(), batching=False)
+def test_program_that_does_not_declare_batching_runs_its_calls_alone(client: Any, threads: ThreadPoolExecutor) -> None:
+    program = compiled(client, perceptron(), batching=None)
     for _ in range(3):
         assert {result.batch_size for result in answers(threads, lambda x: program(x=x), examples())} == {0}
     assert program.name != compiled(client, perceptron()).name
@@ -176,6 +178,7 @@ def test_inline_call_with_batching_off_runs_alone(channel: Any, threads: ThreadP
         request = evaluate_pb2.EvaluateRequest()
         request.spec.graph.serialized = graph
         request.spec.fetches.append("y")
+        request.spec.batching.axis = 0
         request.batching.allowed = is_allowed
         feed = request.feeds.add(name="x").value.inline_tensor
         feed.dtype = tensor_pb2.Dt.DT_FLOAT
@@ -188,16 +191,54 @@ def test_inline_call_with_batching_off_runs_alone(channel: Any, threads: ThreadP
     assert {answer.batch_size for answer in answers(threads, lambda x: call(x, False), examples())} == {0}
 
 
-def test_program_that_mixes_examples_never_runs_in_batches(client: Any, threads: ThreadPoolExecutor) -> None:
+def test_program_whose_merged_runs_differ_runs_its_calls_alone(
+    client: Any, server: RunningServer, threads: ThreadPoolExecutor
+) -> None:
     g = perceptron()
     y = g.tensor("y")
     g.op_output("Sub", y, g.op_output("Mean", y, g.constant(np.array([0], np.int32)), keep_dims=True), name="centred")
-    program = client.compile(g, fetches=["centred"], ys=["centred"], xs=["x"])
-    for _ in range(3):
+    program = compiled(client, g, fetches=["centred"], ys=["centred"])
+    for _ in range(_MOST_ROUNDS):
         for result in answers(threads, lambda x: program(x=x), examples(rows=2)):
             assert result.batch_size == 0
             assert abs(result.outputs["centred"].sum(axis=0)).max() < 1e-4
+        if "are not run together: output 'centred' differs when calls run together" in server.log.read_text():
+            return
+    raise AssertionError("no merged run was compared")
 
 
-def test_reason_against_batching_is_logged(server: RunningServer) -> None:
-    assert "works along the batch (axis 0)" in server.log.read_text()
+def test_declaration_that_is_known_to_be_wrong_is_refused(client: Any) -> None:
+    g = perceptron()
+    g.reduce_sum(g.tensor("y"), axis=[0, 1], name="loss")
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("output 'loss' has the shape ()", {"fetches": ["loss"]}),
+        ("'gradient_normalize' is not per sample", {"overrides": {"Relu": "gradient_normalize"}}),
+    ]
+    for reason, words in cases:
+        with pytest.raises(gr.errors.UnsupportedError, match=reason.replace("(", r"\(").replace(")", r"\)")) as caught:
+            compiled(client, g, **words)
+        assert caught.value.details[0].field == "spec.batching"
+    # A scalar that is only differentiated is no result.
+    assert compiled(client, g, ys=["loss"])(x=examples(1)[0]).batch_size == 0
+
+
+@pytest.mark.parametrize("batching", [True, False, 0, "x"])
+def test_batching_that_is_no_declaration_is_refused(client: Any, batching: Any) -> None:
+    with pytest.raises(gr.errors.InvalidParamError, match="Batching"):
+        compiled(client, perceptron(), batching=batching)
+
+
+@pytest.mark.parametrize("axis", [1, -1, None, False])
+def test_batching_along_another_axis_is_refused(axis: Any) -> None:
+    with pytest.raises(gr.errors.InvalidParamError, match="axis of batching is 0"):
+        gr.Batching(axis=axis)
+
+
+def test_axis_in_a_call_is_refused(client: Any, channel: Any) -> None:
+    request = evaluate_pb2.EvaluateRequest(program=compiled(client, perceptron()).name)
+    request.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(examples(1)[0]))
+    request.batching.axis = 0
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/gradrule.v1.GradientService/Evaluate")(request.SerializeToString())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "spec.batching.axis" in str(caught.value.details())

@@ -197,7 +197,7 @@ def test_call_may_override_the_packing_of_its_client(client: Any) -> None:
 def test_calls_with_different_packing_run_together(client: Any) -> None:
     g = gr.Graph()
     g.tanh(g.placeholder("x", "float32", [None, WIDTH]), name="y")
-    program = client.compile(g, fetches=["y"], ys=["y"], xs=["x"])
+    program = client.compile(g, fetches=["y"], ys=["y"], xs=["x"], batching=gr.Batching(axis=0))
     ways = [gr.Transfer(), *(Transfers[name] for name in ("zstd", "bfloat16", "both"))]
 
     def ask(number: int) -> tuple[int, gr.Result]:

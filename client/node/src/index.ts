@@ -38,7 +38,7 @@ export type { Digests, Evaluation, Gradient, GradientKind, Resolution } from "./
 export type { Kind, Param, ParamDefaults, Params, Preset, Rule, RuleForm, RuleSource } from "./rules.js";
 export { tls } from "./security.js";
 export type { Pem, TlsOptions } from "./security.js";
-export type { CallParams, Feeds, GradY, GradYs, SpecOptions } from "./spec.js";
+export type { Batching, CallParams, Feeds, GradY, GradYs, SpecOptions } from "./spec.js";
 export { Tensor, tensor } from "./tensor.js";
 export type { Complex, Nested, Scalar, TensorLike } from "./tensor.js";
 export { Sparse } from "./wire.js";

@@ -44,6 +44,14 @@ const NO_GRADIENT = {
 // The default is not sent, so that equal programs have equal bytes.
 const JIT = { off: Jit.UNSPECIFIED, on: Jit.ON } as const;
 
+/**
+ * Declares that concurrent calls of a program may run together: axis 0 counts the examples of all inputs whose size along it
+ * is not fixed, and of all results, and the results of an example do not depend on other examples.
+ */
+export interface Batching {
+  readonly axis: 0;
+}
+
 /** What to compute; the names are those of `tf.gradients` and `Session.run`. */
 export interface SpecOptions {
   /** Tensors to return. */
@@ -72,8 +80,8 @@ export interface SpecOptions {
    * whose ops XLA would compute differently is refused. Default: `off`.
    */
   readonly jit?: keyof typeof JIT;
-  /** Whether calls of the program may run together, if the server has proved that no result changes. Default: true. */
-  readonly batching?: boolean;
+  /** `{ axis: 0 }` lets the server run concurrent calls of the program together. Default: calls run alone. */
+  readonly batching?: Batching;
 }
 
 export const SPEC_OPTIONS = {
@@ -167,7 +175,7 @@ export function specMessage(
     noGradient: choiceValue(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),
     rewrites: rewriteNames(options.rewrites ?? []),
     jit: choiceValue(options.jit ?? "off", JIT, "jit"),
-    ...(options.batching === false ? { batching: { allowed: false } } : {}),
+    ...(options.batching === undefined ? {} : { batching: { axis: batchingAxis(options.batching) } }),
   };
 }
 
@@ -180,6 +188,11 @@ export function choiceValue<W extends string, T>(
 ): T {
   if (typeof choice === "string" && Object.hasOwn(choices, choice)) return choices[choice];
   throw createError(reason, `${what} is ${listChoices(Object.keys(choices))}, not ${formatValue(choice)}.`);
+}
+
+function batchingAxis(batching: Batching): number {
+  if (isRecord(batching) && batching.axis === 0) return 0;
+  throw createError("INVALID_PARAM", `batching is { axis: 0 }, not ${formatValue(batching)}.`);
 }
 
 function rewriteNames(rewrites: string | readonly string[]): string[] {

@@ -109,12 +109,13 @@ test("a transfer that there is not is refused", async () => {
   }
 });
 
-test("calls run together unless batching is false", async () => {
+test("calls run together if the program declares batching", async () => {
   const g = new Graph();
   g.op("Tanh", [g.placeholder("x", "float32", [null, 4])], { name: "y" });
-  for (const batching of [true, false]) {
-    const program = await client.compile(g, { fetches: ["y"], batching });
-    const expected = batching && !/all|batching/.test(process.env["GRADRULE_DISABLED_FAST_PATHS"] ?? "");
+  await assert.rejects(client.compile(g, { fetches: ["y"], batching: true as never }), errors.InvalidParamError);
+  for (const isDeclared of [true, false]) {
+    const program = await client.compile(g, { fetches: ["y"], ...(isDeclared ? { batching: { axis: 0 } } : {}) });
+    const expected = isDeclared && !/all|batching/.test(process.env["GRADRULE_DISABLED_FAST_PATHS"] ?? "");
     let found = false;
     // On a busy machine each call may be done before the next one arrives.
     for (let round = 0; round < (expected ? 20 : 1) && !found; round++) {

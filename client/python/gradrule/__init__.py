@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradrule._comparison.compare import ComparedRow, Comparison, FirstDifference
     from gradrule._comparison.numeric_gradients import FiniteDifferences
     from gradrule._comparison.sweep import SweepResult
+    from gradrule._messages.call_arguments import Batching
     from gradrule._messages.session_calls import StepResult
     from gradrule._messages.transfer_options import Transfer
     from gradrule._progress import ProgressReport
@@ -52,7 +53,7 @@ __all__ = [
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "FirstDifference", "FiniteDifferences", "SweepResult",
     "Resolution", "Timings", "Digests", "Sparse", "TensorSpec", "ServerStatus",
-    "Transfer", "ProgressReport", "errors", "GradruleError", "keras", "viz",
+    "Transfer", "Batching", "ProgressReport", "errors", "GradruleError", "keras", "viz",
     "__version__",
 ]  # fmt: skip
 
@@ -96,6 +97,7 @@ _MODULES = {
     "TensorSpec": "_builder.specs",
     "tls": "_rpc.channels",
     "Transfer": "_messages.transfer_options",
+    "Batching": "_messages.call_arguments",
     "ProgressReport": "_progress",
     "GradruleError": "errors",
 }

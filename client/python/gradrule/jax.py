@@ -47,9 +47,9 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
 
     It works under `jit`, `vmap`, `grad`, `jvp`, `vjp`, `jacrev` and `jacfwd`, and in second derivatives whose outer one
     is in reverse mode, such as `grad` of `grad`; `jax.hessian`, whose outer one is in forward mode, works for programs
-    without overrides. Under `vmap`, the calls of a batch are sent together, and the server runs them together if that
-    changes no result (docs/design/batching.md). The program's overrides apply. Gradients by complex inputs are JAX's,
-    which are the complex conjugates of TensorFlow's and PyTorch's.
+    without overrides. Under `vmap`, the calls of a batch are sent together, and the server runs them together if the
+    program declares batching (docs/design/batching.md). The program's overrides apply. Gradients by complex inputs are
+    JAX's, which are the complex conjugates of TensorFlow's and PyTorch's.
 
     Args:
         program: A program of `client.compile`, whose xs are inputs and whose ys are among its fetches. With ys or xs of

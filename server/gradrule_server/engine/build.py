@@ -12,6 +12,7 @@ from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import FeedPlan
 from gradrule_server.engine.backward import TwoPartProgram
+from gradrule_server.engine.batching.merging import create_merged_runs
 from gradrule_server.engine.checks import check_ops
 from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.jit import XlaCall, check_xla
@@ -77,8 +78,6 @@ def _start_build(
         stacked=request.stacked_grad_ys,
         max_rank=request.max_rank,
         max_unpacking=request.max_unpacking,
-        # Each size of a batch would be compiled on its own.
-        unbatched=request.unbatched or request.jit,
     )
     built.statuses = [override_pb2.RESOLUTION_STATUS_OFF_PATH] * len(request.marks)
     _add_fed_inputs(request, graph_def, built)
@@ -129,6 +128,8 @@ def _build(
             built.call, built.jit = XlaCall(built.function, built.call), True
         dtypes = [tensor.dtype for tensor in graph.outputs]
         built.writer = ResponseWriter(built, dtypes[: len(dtypes) - len(built.updates)], device)
+    if request.batched:
+        built.merged_runs = create_merged_runs(built)
     built.feed_plan = FeedPlan(built, is_enabled="feed-plans" not in disabled_fast_paths)
     return built
 

@@ -20,6 +20,7 @@ from gradrule_server.link.v1 import link_pb2
 if TYPE_CHECKING:
     from gradrule_server.engine.arguments import FeedPlan
     from gradrule_server.engine.backward import TwoPartProgram
+    from gradrule_server.engine.batching.merging import MergedRuns
     from gradrule_server.engine.derivatives import DerivativeLayout
     from gradrule_server.engine.jit import XlaCall
     from gradrule_server.engine.memory import MemoryCheck
@@ -191,8 +192,8 @@ class BuiltProgram:
     kind: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_VJP
     layout: DerivativeLayout = field(default_factory=list)
     """Layout of the derivatives among the results."""
-    unbatched: bool = False
-    """Whether the program forbids that calls run together."""
+    merged_runs: MergedRuns | None = None
+    """Whether calls run together; None if the program does not declare batching."""
     jit: bool = False
     """Whether XLA computes the calls."""
     updates: list[str] = field(default_factory=list)

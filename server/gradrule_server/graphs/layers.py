@@ -27,7 +27,7 @@ from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
 from gradrule_server.graphs.static_shapes import is_per_axis, output_channels, static_shape
 from gradrule_server.graphs.subgraphs import Subgraph
-from gradrule_server.policy.op_tables import input_numbers, ops_with, trait_values
+from gradrule_server.policy.op_tables import input_numbers, ops_with
 
 LINEAR, CONVOLUTION, DENSE = "@linear", "@convolution", "@dense"
 ACTIVATION, BATCH_NORM, NORMALIZATION = "@activation", "@batch_norm", "@normalization"
@@ -39,7 +39,7 @@ _PARAMETERISED = frozenset(_OPERANDS) | ops_with("parameterised")
 _MOVES = input_numbers("moves_elements")
 _PADS = frozenset({"SpaceToBatchND", "Pad"})
 _READS_SHAPE = ops_with("reads_shape")
-_ELEMENTWISE = frozenset(trait_values("elementwise"))
+_ELEMENTWISE = ops_with("elementwise")
 _REDUCTIONS = ops_with("reduction")
 _BATCH_NORMS = ops_with("batch_norm")
 # Affine in one operand if the other is a constant. A division is affine in its first operand only.

@@ -2,8 +2,9 @@
 
 Requests of one key that wait for a thread are sent together. Even if a thread is free, requests wait up to `delay_s`
 while two runs of their key are under way, or while one run is under way that is larger than all waiting requests
-together. So with many callers there are few large runs, and with few callers no request waits. If the engine cannot run
-some program's requests as a batch, it runs them one by one and reports that, so it is not tried again.
+together. So with many callers there are few large runs, and with few callers no request waits. The engine compares the
+first merged runs of a program with single ones. If results differ, it reports that, and calls of the program run alone
+from then on.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MAX_PROGRAMS = 4096
 _MAX_RUNS = 2
 
 _UNDECIDED = link_pb2.BatchNotice.OUTCOME_UNSPECIFIED
-_PROVEN = link_pb2.BatchNotice.OUTCOME_PROVEN
+_EQUAL = link_pb2.BatchNotice.OUTCOME_EQUAL
 
 
 class BatchKey(NamedTuple):
@@ -86,7 +87,8 @@ class _Program:
     loads: dict[BatchKey, _KeyLoad] = field(default_factory=dict)
     """By key, where runs are under way. Requests of different keys never run together, so each key counts alone."""
     is_in_test: bool = False
-    is_proven: bool = False
+    is_merged: bool = False
+    """Whether its first merged runs gave the results of single ones."""
     attempts: int = 0
 
 
@@ -122,7 +124,7 @@ class Batches:
         if request.batch_key is None or self.most == 1:
             return 0.0
         program = self._programs.get(request.batch_key.program)
-        if program is None or not program.is_proven:
+        if program is None or not program.is_merged:
             return 0.0
         load = program.loads.get(request.batch_key)
         if load is None:
@@ -165,8 +167,8 @@ class Batches:
         program = self._program(request.batch_key.program)  # type: ignore[union-attr]
         if program.is_in_test or program.attempts >= _MAX_ATTEMPTS:
             return []
-        # The engine tests with two requests whether they can run together: more would only wait for one another.
-        count = self.most - 1 if program.is_proven else 1
+        # The engine compares two requests at a time: more would only wait for one another.
+        count = self.most - 1 if program.is_merged else 1
         size = request.size
         chosen: list[EngineRequest] = []
         for other in same.values():
@@ -174,21 +176,23 @@ class Batches:
             if len(chosen) == count or size > _MAX_BYTES:
                 break
             chosen.append(other)
-        program.is_in_test = bool(chosen) and not program.is_proven
+        program.is_in_test = bool(chosen) and not program.is_merged
         return chosen
 
     def apply(self, notice: link_pb2.BatchNotice) -> None:
         """Applies what the engine reports about a program."""
         program = self._program(notice.key)
         program.is_in_test = False
-        program.is_proven = notice.outcome == _PROVEN
+        program.is_merged = notice.outcome == _EQUAL
         if notice.outcome == _UNDECIDED:
             program.attempts += 1
-        elif notice.outcome == _PROVEN:
+            if program.attempts == _MAX_ATTEMPTS:
+                _log.warning("calls of program %s are not run together: their inputs never matched", notice.key)
+        elif notice.outcome == _EQUAL:
             program.attempts = 0
         else:
             program.attempts = _MAX_ATTEMPTS
-            _log.info("calls of program %s are not run together: %s", notice.key, notice.reason)
+            _log.warning("calls of program %s are not run together: %s", notice.key, notice.reason)
 
     def _program(self, key: str) -> _Program:
         found = self._programs.get(key)

@@ -178,8 +178,8 @@ TRAITS: Mapping[str, str] = MappingProxyType(
         "reads_shape": "reads nothing of its inputs but their shapes",
         "tells_shape": "its output is a size, known where the shape of the input is known",
         "size_inputs": "values of inputs decide how large the output is. Value: the numbers of those inputs",
-        # How outputs depend on examples (`engine/batching`).
-        "elementwise": "computes element by element. Value: one_input, broadcasts, or one_shape (of all inputs)",
+        # How outputs depend on elements of the inputs.
+        "elementwise": "computes element by element",
         "reduction": "reduces along the axes that the second input names",
         # These ops do not have the trait `xla`:
         # - ops that fail for some values (Assert, CheckNumerics, GatherV2, InvertPermutation, integer division): with

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.messages import CallShape, canonical
@@ -30,6 +30,7 @@ from gradrule_server.preparation.references import (
     bind_constants,
     bind_variables,
 )
+from gradrule_server.rules.catalogue import BUILTINS
 
 FORMAT_VERSION = 3
 """Part of every digest, so that programs of different formats have different digests."""
@@ -174,6 +175,7 @@ def _check_program(program: _ReadProgram, expanded: graphs.Expanded, limits: Lim
         *program.derivative.check_directions(expanded),
         *table.check_rules(),
         *_check_size(expanded, table, limits),
+        *_check_batching(program, expanded),
     ]
     if findings:
         raise GradruleError(findings)
@@ -227,7 +229,7 @@ def _build_request(
         memory_limit=limits.engine_bytes,
         max_rank=limits.rank,
         max_unpacking=limits.unpacking,
-        unbatched=not _may_batch(spec.batching),
+        batched=_is_batched(program),
         jit=spec.jit == program_pb2.JIT_ON,
     )
 
@@ -294,6 +296,9 @@ def _check_spec(spec: program_pb2.ProgramSpec, derivative: DerivativeSpec) -> li
     if spec.jit not in program_pb2.Jit.values():
         known = ", ".join(program_pb2.Jit.keys()[1:])
         add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"there is no value {spec.jit}; there are {known}", "spec.jit")
+    if spec.batching.axis:
+        message = f"batching along axis {spec.batching.axis}; only axis 0 can count examples"
+        add(errors_pb2.ERROR_REASON_UNSUPPORTED, message, "spec.batching.axis")
     for index, override in enumerate(spec.overrides):
         if override.order not in override_pb2.OverrideOrder.values():
             known = ", ".join(override_pb2.OverrideOrder.keys()[1:])
@@ -360,15 +365,45 @@ def _digest(program: _ReadProgram, request: link_pb2.CompileRequest, values: Var
         "rewrites": list(spec.rewrites),
         "variables": values.content,
     }
-    if request.unbatched:
-        content["batching"] = False
+    if request.batched:
+        content["batching"] = {"axis": spec.batching.axis}
     if request.jit:
         content["jit"] = True
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _may_batch(batching: program_pb2.Batching) -> bool:
-    return batching.allowed or not batching.HasField("allowed")
+def _is_batched(program: _ReadProgram) -> bool:
+    """Returns whether calls may run together: calls of the shape for which the spec declares it."""
+    batching, call = program.spec.batching, program.call
+    is_declared = batching.HasField("axis") and (batching.allowed or not batching.HasField("allowed"))
+    return is_declared and not (call.derivative or call.feeds or call.stacked_grad_ys or call.session or call.split)
+
+
+def _check_batching(program: _ReadProgram, expanded: graphs.Expanded) -> list[Finding]:
+    """Returns UNSUPPORTED for each reason why calls of a program that declares batching cannot run together."""
+    if not _is_batched(program):
+        return []
+    problems = []
+    if program.derivative.kind == evaluate_pb2.DERIVATIVE_JACOBIAN:
+        problems.append("a whole Jacobian has entries for pairs of examples; set `batched` of the Jacobian")
+    if program.spec.jit == program_pb2.JIT_ON:
+        problems.append("XLA compiles each size of a run on its own, which takes seconds; set jit to OFF")
+    if expanded.draws_random:
+        problems.append("the graph draws random numbers, which depend on the size of a run; feed them")
+    table = program.overrides
+    used = {mark.rule for mark in expanded.marks} | {made.rule for made in _derived_node_rules(table)}
+    names = {table.bound[index].rule.name for index in used if index >= 0 and _mixes_samples(table.bound[index].rule)}
+    problems += [f"the rule {name!r} is not per sample: it combines examples along axis 0" for name in sorted(names)]
+    reason = errors_pb2.ERROR_REASON_UNSUPPORTED
+    return [Finding(reason, f"batching: {problem}", field="spec.batching") for problem in problems]
+
+
+def _mixes_samples(rule: ResolvedRule) -> bool:
+    """Returns whether a rule is known to compute the gradient of an example from other examples."""
+    if rule.content is None:
+        return False
+    code = rule.content.code
+    return (rule.content.per_sample if code is None else BUILTINS[code].per_sample) is False
 
 
 def _identity(rule: ResolvedRule) -> list[str]:

@@ -134,6 +134,7 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
         # Omit negative indices, which mean `default` and foreign gradients.
         params=prepared.table.param_message(rule for rule in used if rule >= 0),
         placeholders=map(canonical, prepared.expanded.placeholders),
+        is_batched=prepared.request.batched,
     )
 
 

@@ -226,6 +226,7 @@ class Compiler:
             self._blobs,
             self._owner,
             answer.files,
+            prepared.is_batched,
         )
 
     async def _load(

@@ -155,7 +155,7 @@ class KnownCall:
         program: The program.
         template: Builds the messages to engines.
         recorder: Records what the program does to engines.
-        may_batch: Whether such calls may run together with others.
+        is_batched: Whether such calls may run together with others.
         run_limit_s: Seconds from the arrival of such a call until its run must end; infinity: only its deadline counts.
         used_at: Loop time at which the use was last recorded.
         load: The program in the engine that ran the last call; `template` and `batch_key` belong to it.
@@ -166,7 +166,7 @@ class KnownCall:
     program: RunnableProgram
     template: RunTemplate
     recorder: OutcomeRecorder
-    may_batch: bool = True
+    is_batched: bool = False
     run_limit_s: float = math.inf
     used_at: float = 0.0
     load: Load | None = None
@@ -176,7 +176,7 @@ class KnownCall:
         """Sets the engine that runs the next calls."""
         self.load = load
         self.template.set_key(load.engine_key)
-        self.batch_key = BatchKey(load.engine_key, self.template.settings) if self.may_batch else None
+        self.batch_key = BatchKey(load.engine_key, self.template.settings) if self.is_batched else None
 
 
 class KnownCalls:
@@ -213,7 +213,8 @@ class KnownCalls:
             return
         self._remove(structure)
         recorder = OutcomeRecorder(self._loaded.crash_history, program.loadable.workload)
-        self._calls[structure] = KnownCall(key, program, template, recorder, may_batch(request), run_limit_s(request))
+        is_batched = may_batch(program, request)
+        self._calls[structure] = KnownCall(key, program, template, recorder, is_batched, run_limit_s(request))
         self._structures.setdefault(key, set()).add(structure)
         if len(self._calls) > _MAX_CALLS:
             self._remove(next(iter(self._calls)))

@@ -55,6 +55,7 @@ class Loadable:
         store: The blobs of the tenant; None: those of the server.
         owner: The tenant.
         files: The files of values that the engine maps; they exist as long as a program refers to them.
+        is_batched: Whether its calls may run together.
     """
 
     key: str
@@ -66,6 +67,7 @@ class Loadable:
     store: BlobStore | None = None
     owner: str = ""
     files: tuple[KeptFile, ...] = ()
+    is_batched: bool = False
 
     @property
     def workload(self) -> Workload:

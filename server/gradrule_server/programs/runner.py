@@ -37,9 +37,15 @@ def turn_ends_at(ends_at: float, message: link_pb2.RawEvaluateRequest | link_pb2
     return min(ends_at or math.inf, asyncio.get_running_loop().time() + message.run_timeout.ToNanoseconds() / 1e9)
 
 
-def may_batch(request: link_pb2.RawEvaluateRequest) -> bool:
-    """Returns whether the caller allows that a call runs together with others."""
-    return request.batching.allowed or not request.batching.HasField("allowed")
+def may_batch(program: RunnableProgram, request: link_pb2.RawEvaluateRequest) -> bool:
+    """Returns whether a program and its caller allow that a call runs together with others.
+
+    Raises MALFORMED_REQUEST if the call, and not the program, declares the axis of examples.
+    """
+    if request.batching.HasField("axis"):
+        message = "the axis is part of the program: set spec.batching.axis when it is compiled"
+        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, field="batching.axis")
+    return program.loadable.is_batched and (request.batching.allowed or not request.batching.HasField("allowed"))
 
 
 def run_limit_s(request: link_pb2.RawEvaluateRequest) -> float:
@@ -57,14 +63,12 @@ class Run(NamedTuple):
     """One run of a loaded program.
 
     Attributes:
-        key: The program's key in the engine.
-        settings: Bytes of a `RunRequest` with params and blob folder.
         payload: The `RunRequest`.
+        batch_key: Key of the calls that it may run together with; None: it runs alone.
     """
 
-    key: str
-    settings: bytes
     payload: Sequence[bytes]
+    batch_key: BatchKey | None
 
 
 class RunMode(Protocol):
@@ -91,18 +95,18 @@ class RunMode(Protocol):
 class RunOnce:
     """Runs forward and backward; the engine keeps nothing.
 
-    `memory`: the client's shared memory that the call uses. `may_batch`: whether it may run together with others.
+    `memory`: the client's shared memory that the call uses.
     """
 
     ends_at: float
     pinned: Engine | None = None
     undo: Callable[[Engine], None] | None = None
     memory: MemoryUse | None = None
-    may_batch: bool = True
 
     async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
-        batch_key = BatchKey(run.key, run.settings) if self.may_batch else None
-        return await engine.call(Kind.RUN, run.payload, self.ends_at, recorder, batch_key=batch_key, memory=self.memory)
+        return await engine.call(
+            Kind.RUN, run.payload, self.ends_at, recorder, batch_key=run.batch_key, memory=self.memory
+        )
 
 
 @dataclass(slots=True)
@@ -266,6 +270,7 @@ class ProgramRunner:
         recovery = recovery or self.recovery(mode)
         workload = program.loadable.workload
         recorder, limit_s = recovery.recorder(workload), run_limit_s(request)
+        is_batched = may_batch(program, request)
 
         async def attempt(engine: Engine | None) -> tuple[bytes, int, bool, ProcessRef]:
             nonlocal lost
@@ -280,7 +285,8 @@ class ProgramRunner:
                 template.set_key(load.engine_key)
                 # The time until now counts as compiling, from now on as queueing.
                 queued_ns = received_ns + time.monotonic_ns() - compile_started_ns
-                run = Run(load.engine_key, template.settings, template.payload(queued_ns, values))
+                batch_key = BatchKey(load.engine_key, template.settings) if is_batched else None
+                run = Run(template.payload(queued_ns, values), batch_key)
                 process = ProcessRef(load.engine, load.generation)
                 recovery.is_building = False
                 try:

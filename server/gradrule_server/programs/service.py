@@ -45,7 +45,6 @@ from gradrule_server.programs.runner import (
     RunForward,
     RunMode,
     RunOnce,
-    may_batch,
     turn_ends_at,
 )
 from gradrule_server.programs.stored_programs import StoredPrograms
@@ -136,10 +135,10 @@ class ProgramService:
         request = await read()
         call = call_shape(request)
         if not request.HasField("shared_memory"):
-            mode = RunOnce(ends_at, may_batch=may_batch(request))
+            mode = RunOnce(ends_at)
             return (await self._evaluate(request, raw, call, received_ns, mode))[0]
         with used(request.shared_memory) as memory:
-            mode = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
+            mode = RunOnce(ends_at, memory=memory)
             return (await self._evaluate(request, raw, call, received_ns, mode))[0]
 
     async def _evaluate_once(
@@ -157,7 +156,7 @@ class ProgramService:
             return done
         record_path(CallPath.GENERAL)
         request = await read()
-        mode = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
+        mode = RunOnce(ends_at, memory=memory)
         return (await self._evaluate(request, raw, call_shape(request), received_ns, mode, structure, done))[0]
 
     @property

@@ -183,7 +183,8 @@ class Requests(SettingsGroup):
         description="Time after which a session ends that gets no message, seconds; 0 disables.",
     )
     max_batch_size: PositiveInt = Field(
-        64, description="Maximum number of examples in a dynamic batch of one program's requests; 1 disables batching."
+        64,
+        description="Maximum number of examples in a dynamic batch of a program that declares batching; 1 disables it.",
     )
     max_batch_delay_ms: float = Field(
         100.0,

@@ -53,7 +53,7 @@ def notice(
 def end_run(connection: Connection, transport: Transport) -> None:
     """The engine is done with the requests that were sent together last."""
     run = [number for kind, number, _ in transport.sent if kind is Kind.RUN_BATCH][-1]
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, run=run)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL, run=run)
 
 
 def submit(connection: Connection, *names: bytes, key: BatchKey | None = P) -> None:
@@ -61,7 +61,7 @@ def submit(connection: Connection, *names: bytes, key: BatchKey | None = P) -> N
         connection.submit(Kind.RUN, name, batch_key=key)
 
 
-async def test_two_are_tried_and_all_that_wait_run_together_once_that_is_proven() -> None:
+async def test_two_are_tried_and_all_that_wait_run_together_once_they_are_equal() -> None:
     connection, transport = connected()
     submit(connection, *(b"%d" % number for number in range(8)))
     assert frames(transport) == [[b"0"]]
@@ -75,7 +75,7 @@ async def test_two_are_tried_and_all_that_wait_run_together_once_that_is_proven(
 
 async def test_a_run_takes_one_thread_until_the_engine_is_done_with_it() -> None:
     connection, transport = connected()
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(connection, b"a", b"b", b"c", b"d")
     answer(connection, transport, b"a")
     submit(connection, b"e")
@@ -115,7 +115,7 @@ async def test_a_program_whose_calls_never_fit_together_is_tried_a_few_times_onl
 async def test_requests_of_other_programs_or_params_stay_apart() -> None:
     connection, transport = connected()
     for key in "pq":
-        notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, key)
+        notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL, key)
     submit(connection, b"first", key=None)
     submit(connection, b"p0")
     submit(connection, b"q0", key=Q)
@@ -128,12 +128,12 @@ async def test_requests_of_other_programs_or_params_stay_apart() -> None:
 
 async def test_no_more_than_allowed_run_together() -> None:
     connection, transport = connected(most=3)
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(connection, *(b"%d" % number for number in range(6)))
     answer(connection, transport, b"0")
     assert frames(transport)[1:] == [[b"1", b"2", b"3"]]
     alone, sent = connected(most=1)
-    notice(alone, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(alone, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(alone, b"a", b"b", b"c")
     answer(alone, sent, b"a")
     assert frames(sent) == [[b"a"], [b"b"]]
@@ -143,7 +143,7 @@ async def test_while_two_runs_are_under_way_others_wait_for_one_of_them() -> Non
     connection, transport = connected(threads=8, delay_s=60.0)
     submit(connection, b"a", b"b", b"c")
     assert frames(transport) == [[b"a"], [b"b"], [b"c"]]
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(connection, b"d", b"e")
     submit(connection, b"other", key=Q)
     answer(connection, transport, b"a")
@@ -154,7 +154,7 @@ async def test_while_two_runs_are_under_way_others_wait_for_one_of_them() -> Non
 
 async def test_a_second_run_begins_once_it_is_as_large_as_the_first() -> None:
     connection, transport = connected(threads=8, delay_s=60.0)
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(connection, b"a", b"b", b"c", b"d")
     answer(connection, transport, b"a")
     assert frames(transport) == [[b"a"], [b"b"], [b"c", b"d"]]
@@ -168,7 +168,7 @@ async def test_a_second_run_begins_once_it_is_as_large_as_the_first() -> None:
 
 async def test_a_second_run_need_not_be_as_large_as_one_of_other_params() -> None:
     connection, transport = connected(threads=8, delay_s=60.0)
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(connection, b"a", b"b", b"c", b"d")
     answer(connection, transport, b"a")
     answer(connection, transport, b"b")
@@ -181,7 +181,7 @@ async def test_a_second_run_need_not_be_as_large_as_one_of_other_params() -> Non
 async def test_a_request_does_not_wait_for_runs_of_other_params() -> None:
     other = BatchKey("p", "others")
     connection, transport = connected(threads=4, delay_s=60)
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(connection, b"a", b"b")
     submit(connection, b"c", key=other)
     assert frames(transport) == [[b"a"], [b"b"], [b"c"]]
@@ -189,7 +189,7 @@ async def test_a_request_does_not_wait_for_runs_of_other_params() -> None:
 
 async def test_bytes_in_shared_memory_count_for_the_size_of_a_run() -> None:
     connection, transport = connected()
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(connection, b"0")
     for name in (b"1", b"2", b"3"):
         connection.submit(Kind.RUN, name, batch_key=P, shared_bytes=3 << 20)
@@ -199,7 +199,7 @@ async def test_bytes_in_shared_memory_count_for_the_size_of_a_run() -> None:
 
 async def test_nobody_waits_longer_than_allowed() -> None:
     connection, transport = connected(threads=8, delay_s=0.01)
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(connection, b"a", b"b", b"c", b"d")
     assert frames(transport) == [[b"a"], [b"b"]]
     async with asyncio.timeout(30):
@@ -210,7 +210,7 @@ async def test_nobody_waits_longer_than_allowed() -> None:
 
 async def test_what_is_dropped_while_it_waits_is_not_sent() -> None:
     connection, transport = connected()
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     submit(connection, b"a", b"b")
     dropped = connection.submit(Kind.RUN, b"c", batch_key=P)
     submit(connection, b"d")
@@ -221,7 +221,7 @@ async def test_what_is_dropped_while_it_waits_is_not_sent() -> None:
 
 async def test_a_lost_engine_tells_all_requests_of_a_run() -> None:
     connection, transport = connected()
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL)
     works = [connection.submit(Kind.RUN, name, batch_key=P) for name in (b"a", b"b", b"c")]
     answer(connection, transport, b"a")
     connection.connection_lost(None)
@@ -244,13 +244,13 @@ async def test_a_program_whose_calls_ended_an_engine_together_runs_them_alone_fr
     engine = FakeEngine()
     connection, transport = connected()
     engine.install(FakeProcess(connection))
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/1")
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL, "digest/1")
     works = [engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/1")) for name in (b"a", b"b", b"c")]
     answer(connection, transport, b"a")
     engine.fake.die(CRASH)
     connection, transport = connected()
     engine.install(FakeProcess(connection))
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/2")
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL, "digest/2")
     for name in (b"d", b"e", b"f"):
         engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/2"))
     answer(connection, transport, b"d")
@@ -284,7 +284,7 @@ class BatchEngine(FakeEngine):
         super().__init__(times=EngineTimes(overrun_grace_s=0.02))
         connection, self.transport = connected()
         self.install(FakeProcess(connection))
-        notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/1")
+        notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL, "digest/1")
         self.recorders = [FakeRecorder() for _ in range(3)]
         self.works = [
             self.submit(Kind.RUN, name, recorder, batch_key=BatchKey("digest/1"))
@@ -327,7 +327,7 @@ async def test_a_run_that_nobody_waits_for_ends_the_engine_and_nobody_is_blamed_
     # From then on each runs alone, and is blamed for itself.
     connection, transport = connected()
     engine.install(FakeProcess(connection))
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/2")
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL, "digest/2")
     recorder = FakeRecorder()
     for name in (b"d", b"e", b"f"):
         engine.submit(Kind.RUN, name, recorder, batch_key=BatchKey("digest/2"))

@@ -34,9 +34,8 @@ def test_traits_of_a_row_are_sorted_and_occur_once() -> None:
 
 
 def test_values_are_of_the_kind_that_the_trait_takes() -> None:
-    valued = {"bodies", "elementwise", "linear_operands", "moves_elements", "permutes", "size_inputs", "view", "xla"}
+    valued = {"bodies", "linear_operands", "moves_elements", "permutes", "size_inputs", "view", "xla"}
     assert {trait for trait in TRAITS if any(trait_values(trait).values())} == valued
-    assert set(trait_values("elementwise").values()) == {"one_input", "broadcasts", "one_shape"}
     assert set(trait_values("xla").values()) == {"", "floats"}
     assert set(trait_values("view").values()) == {"0", "1", "each"}
     assert input_numbers("size_inputs")["Range"] == (0, 1, 2)

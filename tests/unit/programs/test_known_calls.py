@@ -85,7 +85,7 @@ SETTINGS = {
     "params": "RunTemplate.settings, from the program's param settings",
     "derivative": "part of the program's key",
     "stacked_grad_ys": "part of the program's key",
-    "batching": "KnownCall.may_batch",
+    "batching": "KnownCall.is_batched",
     "answer_packing": "the engine reads it",
     "run_timeout": "KnownCall.run_limit_s",
 }

@@ -13,7 +13,7 @@ from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.names import bare
 from gradrule._builder.overrides import Overrides
 from gradrule._results.call_results import Groups
-from gradrule.errors import UnknownTensorError
+from gradrule.errors import InvalidParamError, UnknownTensorError
 from gradrule.v1 import program_pb2
 
 Name: TypeAlias = "str | TensorHandle | Node"
@@ -25,6 +25,28 @@ CallParams: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 UnconnectedGradients: TypeAlias = Literal["none", "zero"]
 NoGradient: TypeAlias = Literal["error", "default", "pass", "zero"]
 Jit: TypeAlias = Literal["off", "on"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """Declares that concurrent calls of a program may run together, with their examples concatenated along an axis.
+
+    The results of an example must not depend on other examples. The server refuses what it knows to combine examples,
+    and compares the first merged runs with single ones.
+
+    Args:
+        axis: The axis that counts examples, in every input whose size along it is not fixed and in every result; only
+            0.
+
+    Raises:
+        InvalidParamError: The axis is not 0.
+    """
+
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        if self.axis != 0 or isinstance(self.axis, bool):
+            raise InvalidParamError(f"the axis of batching is 0, not {self.axis!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +63,7 @@ class ProgramArguments:
     no_gradient: NoGradient = "error"
     rewrites: Sequence[str] = ()
     dense_gradients: bool = False
-    batching: bool = True
+    batching: Batching | None = None
     jit: Jit = "off"
 
 

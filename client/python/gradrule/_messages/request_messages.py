@@ -17,6 +17,7 @@ from gradrule._builder.names import bare, did_you_mean
 from gradrule._builder.overrides import label_of, override_messages
 from gradrule._builder.rules import param_value
 from gradrule._messages.call_arguments import (
+    Batching,
     CallParams,
     Feeds,
     GradYs,
@@ -97,8 +98,10 @@ def program_spec(graph: GraphLike, arguments: ProgramArguments, blobs: blob_valu
     spec.overrides.extend(override_messages(arguments.overrides))
     spec.rewrites.extend([arguments.rewrites] if isinstance(arguments.rewrites, str) else arguments.rewrites)
     spec.aliases.update(sent_aliases(graph, arguments))
-    if not arguments.batching:
-        spec.batching.allowed = False
+    if arguments.batching is not None:
+        if not isinstance(arguments.batching, Batching):
+            raise InvalidParamError(f"batching is gradrule.Batching(axis=0) or None, not {arguments.batching!r}")
+        spec.batching.axis = arguments.batching.axis
     spec.jit = _chosen(arguments.jit, _JIT, "jit")
     for override in spec.overrides:
         _resolve_aliases(override.selector, graph)

@@ -184,7 +184,7 @@ class EvaluateRequest(google.protobuf.message.Message):
 
     @property
     def batching(self) -> gradrule.v1.program_pb2.Batching:
-        """Whether this call may run together with others. Default: as the program says."""
+        """Whether this call may run together with others; only `allowed`. Default: as the program says."""
 
     @property
     def shared_memory(self) -> global___SharedMemoryUse:

@@ -29,7 +29,7 @@ from gradrule.v1 import rule_pb2 as gradrule_dot_v1_dot_rule__pb2
 from gradrule.v1 import tensor_pb2 as gradrule_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19gradrule/v1/program.proto\x12\x0bgradrule.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18gradrule/v1/errors.proto\x1a\x1agradrule/v1/override.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"\"\n\x05GradY\x12\t\n\x01y\x18\x01 \x01(\t\x12\x0e\n\x06tensor\x18\x02 \x01(\t\"\xb5\x01\n\x03Vjp\x12\n\n\x02ys\x18\x01 \x03(\t\x12\n\n\x02xs\x18\x02 \x03(\t\x12#\n\x07grad_ys\x18\x03 \x03(\x0b\x32\x12.gradrule.v1.GradY\x12\x16\n\x0estop_gradients\x18\x04 \x03(\t\x12@\n\x15unconnected_gradients\x18\x05 \x01(\x0e\x32!.gradrule.v1.UnconnectedGradients\x12\x17\n\x0f\x64\x65nse_gradients\x18\x06 \x01(\x08\"5\n\x03Jvp\x12\n\n\x02ys\x18\x01 \x03(\t\x12\n\n\x02xs\x18\x02 \x03(\t\x12\x16\n\x0estop_gradients\x18\x03 \x03(\t\"\x8d\x01\n\x08Jacobian\x12\n\n\x02ys\x18\x01 \x03(\t\x12\n\n\x02xs\x18\x02 \x03(\t\x12\x16\n\x0estop_gradients\x18\x03 \x03(\t\x12@\n\x15unconnected_gradients\x18\x04 \x01(\x0e\x32!.gradrule.v1.UnconnectedGradients\x12\x0f\n\x07\x62\x61tched\x18\x05 \x01(\x08\"w\n\x03Hvp\x12\n\n\x02ys\x18\x01 \x03(\t\x12\n\n\x02xs\x18\x02 \x03(\t\x12\x16\n\x0estop_gradients\x18\x03 \x03(\t\x12@\n\x15unconnected_gradients\x18\x04 \x01(\x0e\x32!.gradrule.v1.UnconnectedGradients\"\xb2\x04\n\x0bProgramSpec\x12\'\n\x05graph\x18\x01 \x01(\x0b\x32\x18.gradrule.v1.GraphSource\x12\x30\n\toverrides\x18\x02 \x03(\x0b\x32\x1d.gradrule.v1.GradientOverride\x12\x0f\n\x07\x66\x65tches\x18\x03 \x03(\t\x12\x1f\n\x03vjp\x18\x04 \x01(\x0b\x32\x10.gradrule.v1.VjpH\x00\x12\x1f\n\x03jvp\x18\x07 \x01(\x0b\x32\x10.gradrule.v1.JvpH\x00\x12)\n\x08jacobian\x18\x08 \x01(\x0b\x32\x15.gradrule.v1.JacobianH\x00\x12\x1f\n\x03hvp\x18\t \x01(\x0b\x32\x10.gradrule.v1.HvpH\x00\x12,\n\x0bno_gradient\x18\x05 \x01(\x0e\x32\x17.gradrule.v1.NoGradient\x12\x10\n\x08rewrites\x18\x06 \x03(\t\x12+\n\tvariables\x18\n \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x36\n\x07\x61liases\x18\x0b \x03(\x0b\x32%.gradrule.v1.ProgramSpec.AliasesEntry\x12\'\n\x08\x62\x61tching\x18\x0c \x01(\x0b\x32\x15.gradrule.v1.Batching\x12\x1d\n\x03jit\x18\x0f \x01(\x0e\x32\x10.gradrule.v1.Jit\x1a.\n\x0c\x41liasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0c\n\nderivative\",\n\x08\x42\x61tching\x12\x14\n\x07\x61llowed\x18\x01 \x01(\x08H\x00\x88\x01\x01\x42\n\n\x08_allowed\")\n\x07\x44igests\x12\r\n\x05graph\x18\x01 \x01(\t\x12\x0f\n\x07program\x18\x02 \x01(\t\"\x9e\x04\n\x07Program\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x07\x64igests\x18\x02 \x01(\x0b\x32\x14.gradrule.v1.Digests\x12\'\n\x06inputs\x18\x03 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12(\n\x07outputs\x18\x04 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12#\n\x02ys\x18\x05 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12#\n\x02xs\x18\x06 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12*\n\toverrides\x18\x07 \x03(\x0b\x32\x17.gradrule.v1.Resolution\x12\x1e\n\x16\x64\x65\x66\x61ult_gradient_nodes\x18\x08 \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\trewritten\x18\x0b \x03(\t\x12\x32\n\x07\x61liases\x18\x0c \x03(\x0b\x32!.gradrule.v1.Program.AliasesEntry\x12\x18\n\x10sparse_gradients\x18\r \x03(\t\x12\x14\n\x0c\x64raws_random\x18\x0e \x01(\x08\x12\r\n\x05notes\x18\x0f \x03(\t\x1a.\n\x0c\x41liasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\x07\x46inding\x12(\n\x06reason\x18\x05 \x01(\x0e\x32\x18.gradrule.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\tJ\x04\x08\x01\x10\x02\"j\n\x15\x43ompileProgramRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.gradrule.v1.ProgramSpec\x12\x12\n\nprogram_id\x18\x02 \x01(\t\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"g\n\x16\x43ompileProgramResponse\x12%\n\x07program\x18\x01 \x01(\x0b\x32\x14.gradrule.v1.Program\x12&\n\x08\x66indings\x18\x02 \x03(\x0b\x32\x14.gradrule.v1.Finding\"!\n\x11GetProgramRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\";\n\x12GetProgramResponse\x12%\n\x07program\x18\x01 \x01(\x0b\x32\x14.gradrule.v1.Program\"<\n\x13ListProgramsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x14ListProgramsResponse\x12&\n\x08programs\x18\x01 \x03(\x0b\x32\x14.gradrule.v1.Program\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14\x44\x65leteProgramRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteProgramResponse*}\n\x14UnconnectedGradients\x12%\n!UNCONNECTED_GRADIENTS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aUNCONNECTED_GRADIENTS_NONE\x10\x01\x12\x1e\n\x1aUNCONNECTED_GRADIENTS_ZERO\x10\x02*\x85\x01\n\nNoGradient\x12\x1b\n\x17NO_GRADIENT_UNSPECIFIED\x10\x00\x12\x15\n\x11NO_GRADIENT_ERROR\x10\x01\x12\x17\n\x13NO_GRADIENT_DEFAULT\x10\x02\x12\x14\n\x10NO_GRADIENT_PASS\x10\x03\x12\x14\n\x10NO_GRADIENT_ZERO\x10\x04*E\n\x03Jit\x12\x13\n\x0fJIT_UNSPECIFIED\x10\x00\x12\x0b\n\x07JIT_OFF\x10\x01\x12\x10\n\x08JIT_AUTO\x10\x02\x1a\x02\x08\x01\x12\n\n\x06JIT_ON\x10\x03\x32\xe7\x02\n\x0eProgramService\x12Y\n\x0e\x43ompileProgram\x12\".gradrule.v1.CompileProgramRequest\x1a#.gradrule.v1.CompileProgramResponse\x12M\n\nGetProgram\x12\x1e.gradrule.v1.GetProgramRequest\x1a\x1f.gradrule.v1.GetProgramResponse\x12S\n\x0cListPrograms\x12 .gradrule.v1.ListProgramsRequest\x1a!.gradrule.v1.ListProgramsResponse\x12V\n\rDeleteProgram\x12!.gradrule.v1.DeleteProgramRequest\x1a\".gradrule.v1.DeleteProgramResponseBV\n\x0f\x63om.gradrule.v1B\x0cProgramProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19gradrule/v1/program.proto\x12\x0bgradrule.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18gradrule/v1/errors.proto\x1a\x1agradrule/v1/override.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"\"\n\x05GradY\x12\t\n\x01y\x18\x01 \x01(\t\x12\x0e\n\x06tensor\x18\x02 \x01(\t\"\xb5\x01\n\x03Vjp\x12\n\n\x02ys\x18\x01 \x03(\t\x12\n\n\x02xs\x18\x02 \x03(\t\x12#\n\x07grad_ys\x18\x03 \x03(\x0b\x32\x12.gradrule.v1.GradY\x12\x16\n\x0estop_gradients\x18\x04 \x03(\t\x12@\n\x15unconnected_gradients\x18\x05 \x01(\x0e\x32!.gradrule.v1.UnconnectedGradients\x12\x17\n\x0f\x64\x65nse_gradients\x18\x06 \x01(\x08\"5\n\x03Jvp\x12\n\n\x02ys\x18\x01 \x03(\t\x12\n\n\x02xs\x18\x02 \x03(\t\x12\x16\n\x0estop_gradients\x18\x03 \x03(\t\"\x8d\x01\n\x08Jacobian\x12\n\n\x02ys\x18\x01 \x03(\t\x12\n\n\x02xs\x18\x02 \x03(\t\x12\x16\n\x0estop_gradients\x18\x03 \x03(\t\x12@\n\x15unconnected_gradients\x18\x04 \x01(\x0e\x32!.gradrule.v1.UnconnectedGradients\x12\x0f\n\x07\x62\x61tched\x18\x05 \x01(\x08\"w\n\x03Hvp\x12\n\n\x02ys\x18\x01 \x03(\t\x12\n\n\x02xs\x18\x02 \x03(\t\x12\x16\n\x0estop_gradients\x18\x03 \x03(\t\x12@\n\x15unconnected_gradients\x18\x04 \x01(\x0e\x32!.gradrule.v1.UnconnectedGradients\"\xb2\x04\n\x0bProgramSpec\x12\'\n\x05graph\x18\x01 \x01(\x0b\x32\x18.gradrule.v1.GraphSource\x12\x30\n\toverrides\x18\x02 \x03(\x0b\x32\x1d.gradrule.v1.GradientOverride\x12\x0f\n\x07\x66\x65tches\x18\x03 \x03(\t\x12\x1f\n\x03vjp\x18\x04 \x01(\x0b\x32\x10.gradrule.v1.VjpH\x00\x12\x1f\n\x03jvp\x18\x07 \x01(\x0b\x32\x10.gradrule.v1.JvpH\x00\x12)\n\x08jacobian\x18\x08 \x01(\x0b\x32\x15.gradrule.v1.JacobianH\x00\x12\x1f\n\x03hvp\x18\t \x01(\x0b\x32\x10.gradrule.v1.HvpH\x00\x12,\n\x0bno_gradient\x18\x05 \x01(\x0e\x32\x17.gradrule.v1.NoGradient\x12\x10\n\x08rewrites\x18\x06 \x03(\t\x12+\n\tvariables\x18\n \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x36\n\x07\x61liases\x18\x0b \x03(\x0b\x32%.gradrule.v1.ProgramSpec.AliasesEntry\x12\'\n\x08\x62\x61tching\x18\x0c \x01(\x0b\x32\x15.gradrule.v1.Batching\x12\x1d\n\x03jit\x18\x0f \x01(\x0e\x32\x10.gradrule.v1.Jit\x1a.\n\x0c\x41liasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0c\n\nderivative\"H\n\x08\x42\x61tching\x12\x14\n\x07\x61llowed\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\x04\x61xis\x18\x02 \x01(\x05H\x01\x88\x01\x01\x42\n\n\x08_allowedB\x07\n\x05_axis\")\n\x07\x44igests\x12\r\n\x05graph\x18\x01 \x01(\t\x12\x0f\n\x07program\x18\x02 \x01(\t\"\x9e\x04\n\x07Program\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x07\x64igests\x18\x02 \x01(\x0b\x32\x14.gradrule.v1.Digests\x12\'\n\x06inputs\x18\x03 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12(\n\x07outputs\x18\x04 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12#\n\x02ys\x18\x05 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12#\n\x02xs\x18\x06 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12*\n\toverrides\x18\x07 \x03(\x0b\x32\x17.gradrule.v1.Resolution\x12\x1e\n\x16\x64\x65\x66\x61ult_gradient_nodes\x18\x08 \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\trewritten\x18\x0b \x03(\t\x12\x32\n\x07\x61liases\x18\x0c \x03(\x0b\x32!.gradrule.v1.Program.AliasesEntry\x12\x18\n\x10sparse_gradients\x18\r \x03(\t\x12\x14\n\x0c\x64raws_random\x18\x0e \x01(\x08\x12\r\n\x05notes\x18\x0f \x03(\t\x1a.\n\x0c\x41liasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\x07\x46inding\x12(\n\x06reason\x18\x05 \x01(\x0e\x32\x18.gradrule.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\tJ\x04\x08\x01\x10\x02\"j\n\x15\x43ompileProgramRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.gradrule.v1.ProgramSpec\x12\x12\n\nprogram_id\x18\x02 \x01(\t\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"g\n\x16\x43ompileProgramResponse\x12%\n\x07program\x18\x01 \x01(\x0b\x32\x14.gradrule.v1.Program\x12&\n\x08\x66indings\x18\x02 \x03(\x0b\x32\x14.gradrule.v1.Finding\"!\n\x11GetProgramRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\";\n\x12GetProgramResponse\x12%\n\x07program\x18\x01 \x01(\x0b\x32\x14.gradrule.v1.Program\"<\n\x13ListProgramsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x14ListProgramsResponse\x12&\n\x08programs\x18\x01 \x03(\x0b\x32\x14.gradrule.v1.Program\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14\x44\x65leteProgramRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteProgramResponse*}\n\x14UnconnectedGradients\x12%\n!UNCONNECTED_GRADIENTS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aUNCONNECTED_GRADIENTS_NONE\x10\x01\x12\x1e\n\x1aUNCONNECTED_GRADIENTS_ZERO\x10\x02*\x85\x01\n\nNoGradient\x12\x1b\n\x17NO_GRADIENT_UNSPECIFIED\x10\x00\x12\x15\n\x11NO_GRADIENT_ERROR\x10\x01\x12\x17\n\x13NO_GRADIENT_DEFAULT\x10\x02\x12\x14\n\x10NO_GRADIENT_PASS\x10\x03\x12\x14\n\x10NO_GRADIENT_ZERO\x10\x04*E\n\x03Jit\x12\x13\n\x0fJIT_UNSPECIFIED\x10\x00\x12\x0b\n\x07JIT_OFF\x10\x01\x12\x10\n\x08JIT_AUTO\x10\x02\x1a\x02\x08\x01\x12\n\n\x06JIT_ON\x10\x03\x32\xe7\x02\n\x0eProgramService\x12Y\n\x0e\x43ompileProgram\x12\".gradrule.v1.CompileProgramRequest\x1a#.gradrule.v1.CompileProgramResponse\x12M\n\nGetProgram\x12\x1e.gradrule.v1.GetProgramRequest\x1a\x1f.gradrule.v1.GetProgramResponse\x12S\n\x0cListPrograms\x12 .gradrule.v1.ListProgramsRequest\x1a!.gradrule.v1.ListProgramsResponse\x12V\n\rDeleteProgram\x12!.gradrule.v1.DeleteProgramRequest\x1a\".gradrule.v1.DeleteProgramResponseBV\n\x0f\x63om.gradrule.v1B\x0cProgramProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,12 +43,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROGRAMSPEC_ALIASESENTRY']._serialized_options = b'8\001'
   _globals['_PROGRAM_ALIASESENTRY']._loaded_options = None
   _globals['_PROGRAM_ALIASESENTRY']._serialized_options = b'8\001'
-  _globals['_UNCONNECTEDGRADIENTS']._serialized_start=2546
-  _globals['_UNCONNECTEDGRADIENTS']._serialized_end=2671
-  _globals['_NOGRADIENT']._serialized_start=2674
-  _globals['_NOGRADIENT']._serialized_end=2807
-  _globals['_JIT']._serialized_start=2809
-  _globals['_JIT']._serialized_end=2878
+  _globals['_UNCONNECTEDGRADIENTS']._serialized_start=2574
+  _globals['_UNCONNECTEDGRADIENTS']._serialized_end=2699
+  _globals['_NOGRADIENT']._serialized_start=2702
+  _globals['_NOGRADIENT']._serialized_end=2835
+  _globals['_JIT']._serialized_start=2837
+  _globals['_JIT']._serialized_end=2906
   _globals['_GRADY']._serialized_start=179
   _globals['_GRADY']._serialized_end=213
   _globals['_VJP']._serialized_start=216
@@ -64,31 +64,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROGRAMSPEC_ALIASESENTRY']._serialized_start=1222
   _globals['_PROGRAMSPEC_ALIASESENTRY']._serialized_end=1268
   _globals['_BATCHING']._serialized_start=1284
-  _globals['_BATCHING']._serialized_end=1328
-  _globals['_DIGESTS']._serialized_start=1330
-  _globals['_DIGESTS']._serialized_end=1371
-  _globals['_PROGRAM']._serialized_start=1374
-  _globals['_PROGRAM']._serialized_end=1916
+  _globals['_BATCHING']._serialized_end=1356
+  _globals['_DIGESTS']._serialized_start=1358
+  _globals['_DIGESTS']._serialized_end=1399
+  _globals['_PROGRAM']._serialized_start=1402
+  _globals['_PROGRAM']._serialized_end=1944
   _globals['_PROGRAM_ALIASESENTRY']._serialized_start=1222
   _globals['_PROGRAM_ALIASESENTRY']._serialized_end=1268
-  _globals['_FINDING']._serialized_start=1918
-  _globals['_FINDING']._serialized_end=2021
-  _globals['_COMPILEPROGRAMREQUEST']._serialized_start=2023
-  _globals['_COMPILEPROGRAMREQUEST']._serialized_end=2129
-  _globals['_COMPILEPROGRAMRESPONSE']._serialized_start=2131
-  _globals['_COMPILEPROGRAMRESPONSE']._serialized_end=2234
-  _globals['_GETPROGRAMREQUEST']._serialized_start=2236
-  _globals['_GETPROGRAMREQUEST']._serialized_end=2269
-  _globals['_GETPROGRAMRESPONSE']._serialized_start=2271
-  _globals['_GETPROGRAMRESPONSE']._serialized_end=2330
-  _globals['_LISTPROGRAMSREQUEST']._serialized_start=2332
-  _globals['_LISTPROGRAMSREQUEST']._serialized_end=2392
-  _globals['_LISTPROGRAMSRESPONSE']._serialized_start=2394
-  _globals['_LISTPROGRAMSRESPONSE']._serialized_end=2481
-  _globals['_DELETEPROGRAMREQUEST']._serialized_start=2483
-  _globals['_DELETEPROGRAMREQUEST']._serialized_end=2519
-  _globals['_DELETEPROGRAMRESPONSE']._serialized_start=2521
-  _globals['_DELETEPROGRAMRESPONSE']._serialized_end=2544
-  _globals['_PROGRAMSERVICE']._serialized_start=2881
-  _globals['_PROGRAMSERVICE']._serialized_end=3240
+  _globals['_FINDING']._serialized_start=1946
+  _globals['_FINDING']._serialized_end=2049
+  _globals['_COMPILEPROGRAMREQUEST']._serialized_start=2051
+  _globals['_COMPILEPROGRAMREQUEST']._serialized_end=2157
+  _globals['_COMPILEPROGRAMRESPONSE']._serialized_start=2159
+  _globals['_COMPILEPROGRAMRESPONSE']._serialized_end=2262
+  _globals['_GETPROGRAMREQUEST']._serialized_start=2264
+  _globals['_GETPROGRAMREQUEST']._serialized_end=2297
+  _globals['_GETPROGRAMRESPONSE']._serialized_start=2299
+  _globals['_GETPROGRAMRESPONSE']._serialized_end=2358
+  _globals['_LISTPROGRAMSREQUEST']._serialized_start=2360
+  _globals['_LISTPROGRAMSREQUEST']._serialized_end=2420
+  _globals['_LISTPROGRAMSRESPONSE']._serialized_start=2422
+  _globals['_LISTPROGRAMSRESPONSE']._serialized_end=2509
+  _globals['_DELETEPROGRAMREQUEST']._serialized_start=2511
+  _globals['_DELETEPROGRAMREQUEST']._serialized_end=2547
+  _globals['_DELETEPROGRAMRESPONSE']._serialized_start=2549
+  _globals['_DELETEPROGRAMRESPONSE']._serialized_end=2572
+  _globals['_PROGRAMSERVICE']._serialized_start=2909
+  _globals['_PROGRAMSERVICE']._serialized_end=3268
 # @@protoc_insertion_point(module_scope)

@@ -402,7 +402,7 @@ class ProgramSpec(google.protobuf.message.Message):
 
     @property
     def batching(self) -> global___Batching:
-        """Whether calls of the program may run together. A program with another value is another program."""
+        """Whether calls of the program may run together. Default: no. A program with another value is another program."""
 
     def __init__(
         self,
@@ -429,23 +429,34 @@ global___ProgramSpec = ProgramSpec
 
 @typing.final
 class Batching(google.protobuf.message.Message):
-    """Whether a call may run together with other calls of the same program, with their examples concatenated along axis 0. The server
-    does this only after it has proved that every answer stays the same up to floating-point rounding.
+    """Declares that concurrent calls of a program may run together, with their examples concatenated along one axis. The sender states
+    that the results of an example do not depend on other examples. A declaration that is known to be wrong is UNSUPPORTED: a rule
+    that is not per sample, random numbers, a whole Jacobian, no input with examples, or a result without examples. The server
+    compares the first merged runs with single ones, and does not run calls together again if the results differ by more than rounding.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ALLOWED_FIELD_NUMBER: builtins.int
+    AXIS_FIELD_NUMBER: builtins.int
     allowed: builtins.bool
-    """Default: true."""
+    """False: calls run alone. Default: true. In an EvaluateRequest: whether this call may run together with others."""
+    axis: builtins.int
+    """The axis that counts examples, in every input whose size along it is not fixed and in every result; only 0. Not set: calls run
+    alone. Only in a ProgramSpec.
+    """
     def __init__(
         self,
         *,
         allowed: builtins.bool | None = ...,
+        axis: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_allowed", b"_allowed", "allowed", b"allowed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_allowed", b"_allowed", "allowed", b"allowed"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_allowed", b"_allowed", "_axis", b"_axis", "allowed", b"allowed", "axis", b"axis"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_allowed", b"_allowed", "_axis", b"_axis", "allowed", b"allowed", "axis", b"axis"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_allowed", b"_allowed"]) -> typing.Literal["allowed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_axis", b"_axis"]) -> typing.Literal["axis"] | None: ...
 
 global___Batching = Batching
 

@@ -1,1 +1,1 @@
-"""Runs several calls of one program as one (dynamic batching) where that is proven to change no answer."""
+"""Runs several calls of one program as one (dynamic batching) where the program declares it."""

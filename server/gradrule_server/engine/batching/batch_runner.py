@@ -1,22 +1,19 @@
-"""Runs the requests of one frame: together if that is proven to change no answer, else one by one."""
+"""Runs the requests of one frame: together if the program may merge them, else one by one."""
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from threading import Lock
 from typing import TypeAlias
 
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.batching.analysis import MAX_EXAMPLES
 from gradrule_server.engine.batching.merging import (
     BatchedCall,
-    BatchingProof,
+    MergedRuns,
     count_examples,
     group_key_for,
     padded_size,
@@ -58,8 +55,6 @@ class BatchRunner:
         self._memories = memories
         self._find_program = find_program
         self._answering = answering
-        self._proofs: weakref.WeakKeyDictionary[BuiltProgram, BatchingProof] = weakref.WeakKeyDictionary()
-        self._lock = Lock()
 
     def run(self, number: int, payload: bytes | memoryview) -> None:
         """Runs all requests of a frame, which are of one program; then sends a notice that the frame is done.
@@ -72,7 +67,6 @@ class BatchRunner:
 
     def _run_all(self, payload: bytes | memoryview, notice: link_pb2.BatchNotice) -> None:
         most, requests = unpack_batch(payload)
-        most = min(most, MAX_EXAMPLES)
         calls: list[BatchedCall] = []
         built: BuiltProgram | None = None
         for request_id, part in requests:
@@ -92,71 +86,53 @@ class BatchRunner:
                 call = BatchedCall(
                     request_id, request.received_ns, started_ns, arguments, packing=packing, answer_area=answer_area
                 )
-                may_batch = values.batching.allowed or not values.batching.HasField("allowed")
-                calls.append(self._with_group(built, call) if may_batch else call)
+                calls.append(_with_group(built, call))
         if built is not None:
             self._run(built, calls, most, notice)
 
-    def _with_group(self, built: BuiltProgram, call: BatchedCall) -> BatchedCall:
-        """Returns the call with its number of examples and its group, if it can run with others."""
-        layout = self._proof(built).analyse(built)
-        if layout is None:
-            return call
-        examples = count_examples(built, layout, call.arguments)
-        group_key = group_key_for(built, layout, call.arguments) if examples else None
-        return replace(call, examples=examples, group_key=group_key)
-
-    def _proof(self, built: BuiltProgram) -> BatchingProof:
-        with self._lock:
-            return self._proofs.setdefault(built, BatchingProof())
-
     def _run(self, built: BuiltProgram, calls: Sequence[BatchedCall], most: int, notice: link_pb2.BatchNotice) -> None:
-        proof = self._proof(built)
         groups: dict[object, list[BatchedCall]] = {}
         for call in calls:
             # Calls that run alone go first, so that they do not wait for the batches.
             groups.setdefault(call.group_key if call.examples else None, []).append(call)
         for call in groups.pop(None, []):
             self._answer_alone(built, call)
+        runs = built.merged_runs
+        if runs is None:
+            return
         is_merged = False
         for group in groups.values():
             for chunk in split_calls(group, most):
                 is_merged |= len(chunk) > 1
-                self._answer_chunk(built, proof, chunk, most)
-        notice.reason = proof.refusal
-        if proof.refusal:
+                self._answer_chunk(built, runs, chunk, most)
+        notice.reason = runs.refusal
+        if runs.refusal:
             notice.outcome = link_pb2.BatchNotice.OUTCOME_REFUSED
-        elif proof.is_proven and (is_merged or len(calls) < 2):
-            notice.outcome = link_pb2.BatchNotice.OUTCOME_PROVEN
+        elif runs.are_equal and (is_merged or len(calls) < 2):
+            notice.outcome = link_pb2.BatchNotice.OUTCOME_EQUAL
 
-    def _answer_chunk(self, built: BuiltProgram, proof: BatchingProof, calls: Sequence[BatchedCall], most: int) -> None:
-        layout = proof.layout
-        if len(calls) == 1 or layout is None:
+    def _answer_chunk(self, built: BuiltProgram, runs: MergedRuns, calls: Sequence[BatchedCall], most: int) -> None:
+        if len(calls) == 1 or runs.refusal:
             for call in calls:
                 self._answer_alone(built, call)
-        elif not proof.is_proven:
+        elif not runs.are_equal:
             done = [(call, results) for call in calls if (results := self._answer_alone(built, call)) is not None]
             if len(done) > 1:
-                with proof.lock:
-                    proof.attempt(built, layout, [call for call, _ in done], [results for _, results in done])
+                runs.compare(built, [call for call, _ in done], [results for _, results in done])
         else:
             examples = sum(call.examples for call in calls)
             try:
-                parts = run_together(built, layout, calls, padded_size(examples, most))
+                parts = run_together(built, runs, calls, padded_size(examples, most))
             except Exception as cause:
                 if not isinstance(cause, GradruleError):
                     _log.exception("calls failed together; they run alone")
                 # One call may be invalid, or they may be too large together: alone, each gets its own answer.
-                self._answer_each_alone(built, proof, calls)
+                done_alone = [self._answer_alone(built, call) is not None for call in calls]
+                if all(done_alone):
+                    runs.refuse("calls that succeed alone failed together")
                 return
             for call, results in zip(calls, parts, strict=True):
                 self._answer(built, call, results, examples)
-
-    def _answer_each_alone(self, built: BuiltProgram, proof: BatchingProof, calls: Sequence[BatchedCall]) -> None:
-        done = [self._answer_alone(built, call) for call in calls]
-        if all(results is not None for results in done):
-            with proof.lock:
-                proof.refuse("calls that succeed alone failed together")
 
     def _answer_alone(self, built: BuiltProgram, call: BatchedCall) -> Arrays | None:
         """Runs and answers one call; returns its results, None if it failed."""
@@ -178,3 +154,12 @@ class BatchRunner:
                 answer_area=call.answer_area,
             )
             self._frames.send(Kind.RAN, call.request_id, answer)
+
+
+def _with_group(built: BuiltProgram, call: BatchedCall) -> BatchedCall:
+    """Returns the call with its number of examples and its group, if it can run with others."""
+    runs = built.merged_runs
+    examples = count_examples(built, runs, call.arguments) if runs is not None and not runs.refusal else 0
+    if runs is None or not examples:
+        return call
+    return replace(call, examples=examples, group_key=group_key_for(built, runs, call.arguments))

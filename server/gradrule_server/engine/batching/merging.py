@@ -1,6 +1,7 @@
 """Merges calls of one program into one run: concatenates arguments along axis 0, and splits the results.
 
-Calls are merged only if the analysis proves that this changes no result, and a trial run confirms it.
+The program declares that the results of an example do not depend on other examples. The first merged runs are compared
+with single ones; a program whose results differ is not merged again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gradrule.common.tensor_packing import Packing
-from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
+from gradrule.v1 import errors_pb2
 from gradrule_server.engine.comparison import is_close, is_inexact, magnitude
+from gradrule_server.engine.derivatives import WIDTHS
 from gradrule_server.engine.large_tensors import AnswerArea
 from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
-from gradrule_server.errors import GradruleError
+from gradrule_server.errors import GradruleError, error
 
 _log = logging.getLogger(__name__)
+
+COMPARED_RUNS = 3
+"""Number of merged runs of a program that are compared with single ones before calls run together."""
 
 # Kernels for other sizes add in another order. Allowed difference, in units of the last place of the tensor's largest
 # element.
@@ -49,20 +54,92 @@ class BatchedCall:
     answer_area: AnswerArea | None = None
 
 
-def count_examples(built: BuiltProgram, layout: Layout, arguments: Arrays) -> int:
+@dataclass(slots=True)
+class MergedRuns:
+    """Whether calls of a program run together. Thread-safe.
+
+    merged: the arguments that are concatenated; the others must be equal in all calls. compared: number of merged runs
+    that were compared with single ones. refusal: why calls do not run together any more; empty if they may.
+    """
+
+    merged: frozenset[int]
+    compared: int = 0
+    refusal: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether enough merged runs were compared, and all gave the results of single ones."""
+        return self.compared >= COMPARED_RUNS and not self.refusal
+
+    def refuse(self, reason: str) -> None:
+        """Stops running calls together."""
+        self.refusal = self.refusal or reason
+
+    def compare(self, built: BuiltProgram, calls: Sequence[BatchedCall], alone: Sequence[Arrays]) -> None:
+        """Runs calls together, and compares the results with those of single runs, `alone`."""
+        with self.lock:
+            try:
+                difference = _find_difference(built, self, calls, alone)
+            except GradruleError as cause:
+                difference = f"calls that succeed alone fail together: {cause.message}"
+            except ValueError as cause:
+                difference = str(cause)
+            except Exception:
+                # These calls are answered; other calls of the frame still have to run.
+                _log.exception("merged calls could not be compared with single ones")
+                difference = "merged calls could not be compared with single ones"
+            self.compared += 1
+            if difference:
+                self.refuse(difference)
+
+
+def create_merged_runs(built: BuiltProgram) -> MergedRuns:
+    """Returns the state of a program that declares batching, before its first run.
+
+    Raises UNSUPPORTED if no input has examples, or if a result has a fixed size along axis 0.
+    """
+    arguments = [*built.inputs, *built.grad_ys, *built.directions]
+    merged = frozenset(
+        index
+        for index, item in enumerate(arguments)
+        if item.default is None and item.shape.rank and item.shape[0] is None and not _is_unused(built, index)
+    )
+    problem = ""
+    if not merged:
+        problem = "no input that a result depends on has an axis 0 of any size"
+    for name, tensor in zip(_result_names(built), built.graph.outputs, strict=True):
+        if tensor.shape.rank == 0 or (tensor.shape.rank and tensor.shape[0] is not None):
+            problem = f"{name} has the shape {tensor.shape}, so its axis 0 does not count examples"
+    if problem:
+        raise error(
+            errors_pb2.ERROR_REASON_UNSUPPORTED,
+            f"batching: {problem}; compile the program without batching",
+            field="spec.batching",
+        )
+    return MergedRuns(merged)
+
+
+def _result_names(built: BuiltProgram) -> list[str]:
+    derivatives = [
+        f"the derivative {' by '.join(map(repr, names))}" for names, form in built.layout for _ in range(WIDTHS[form])
+    ]
+    return [*(f"output {name!r}" for name in built.outputs), *derivatives]
+
+
+def count_examples(built: BuiltProgram, runs: MergedRuns, arguments: Arrays) -> int:
     """Returns the number of examples of a call; 0 if its arguments disagree, or if a param is not a scalar."""
     if any(np.ndim(argument) for argument in arguments[len(arguments) - len(built.params) :]):
         return 0
-    sizes = {int(arguments[index].shape[0]) for index in _merged_arguments(built, layout)}
+    sizes = {int(arguments[index].shape[0]) for index in runs.merged}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def group_key_for(built: BuiltProgram, layout: Layout, arguments: Arrays) -> Hashable:
+def group_key_for(built: BuiltProgram, runs: MergedRuns, arguments: Arrays) -> Hashable:
     """Returns a key that is equal for calls whose shared arguments have the same bits and whose rows have one shape."""
-    batched = set(_merged_arguments(built, layout))
     key: list[Hashable] = []
     for index, argument in enumerate(arguments):
-        if index in batched:
+        if index in runs.merged:
             key.append(argument.shape[1:])
         elif not (_is_unused(built, index) or built.feed_plan.is_default(index, argument)):
             key.append((index, _identity(argument)))
@@ -78,18 +155,18 @@ def run_on_arrays(built: BuiltProgram, arguments: Arrays) -> Arrays:
 
 
 def run_together(
-    built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], size: int, *, other_values: bool = False
+    built: BuiltProgram, runs: MergedRuns, calls: Sequence[BatchedCall], size: int, *, other_values: bool = False
 ) -> list[Arrays]:
     """Runs calls with the same `group_key` together, on `size` examples; returns the results of each.
 
-    Missing rows up to `size` are copies of the last row. other_values: with other floats.
+    Missing rows up to `size` are copies of the last row. other_values: with other floats. Raises `ValueError` if a
+    result does not have one row for each example.
     """
     counts = [call.examples for call in calls]
     missing_rows = size - sum(counts)
-    batched = set(_merged_arguments(built, layout))
     arguments: list[np.ndarray] = []
     for index, argument in enumerate(calls[0].arguments):
-        if index not in batched:
+        if index not in runs.merged:
             arguments.append(argument)
             continue
         parts = [call.arguments[index] for call in calls]
@@ -99,22 +176,14 @@ def run_together(
     if built.memory_check is not None:
         built.memory_check.check(arguments)
     results = run_on_arrays(built, arguments)
-    for number, (result, rows) in enumerate(zip(results, layout.rows, strict=True)):
-        if rows and np.shape(result)[:1] != (rows * size,):
-            raise ValueError(
-                f"result {number} has shape {np.shape(result)}, not {rows} rows for each of {size} examples"
-            )
+    for name, result in zip(_result_names(built), results, strict=True):
+        if np.shape(result)[:1] != (size,):
+            raise ValueError(f"{name} has the shape {np.shape(result)}, not one row for each of {size} examples")
     answers: list[Arrays] = []
     start = 0
     for count in counts:
-        end = start + count
-        answers.append(
-            [
-                result[rows * start : rows * end] if rows else result
-                for result, rows in zip(results, layout.rows, strict=True)
-            ]
-        )
-        start = end
+        answers.append([result[start : start + count] for result in results])
+        start += count
     return answers
 
 
@@ -140,9 +209,36 @@ def padded_size(examples: int, most: int) -> int:
     return max(examples, min(size, most))
 
 
-def _merged_arguments(built: BuiltProgram, layout: Layout) -> list[int]:
-    """Returns the arguments that are concatenated."""
-    return [index for index, batched in enumerate(layout.per_example) if batched and not _is_unused(built, index)]
+def _find_difference(
+    built: BuiltProgram, runs: MergedRuns, calls: Sequence[BatchedCall], alone: Sequence[Arrays]
+) -> str:
+    """Returns which result differs between calls that ran together and alone; empty if none does.
+
+    The first call also runs among rows of other values, and must give the same results up to the last four bits: a
+    result that mixes rows is found even if all calls are equal. Raises as `run_together` does.
+    """
+    examples = sum(call.examples for call in calls)
+    size = padded_size(examples + 1, 2 * examples)
+    together = run_together(built, runs, calls, size)
+    (among_others,) = _run_among_others(built, runs, calls[:1], size)
+    for call, ours, theirs in zip(calls, alone, together, strict=True):
+        least = _FLOOR * max(map(magnitude, (*call.arguments, *ours)), default=0.0)
+        pairs = [(ours, theirs, _MOST_UNITS)]
+        if call is calls[0]:
+            pairs.append((theirs, among_others, _MOST_UNITS_AMONG_OTHERS))
+        for one, other, units in pairs:
+            for name, a, b in zip(_result_names(built), one, other, strict=True):
+                if not is_close(a, b, units, least):
+                    return f"{name} differs when calls run together"
+    return ""
+
+
+def _run_among_others(built: BuiltProgram, runs: MergedRuns, calls: Sequence[BatchedCall], size: int) -> list[Arrays]:
+    try:
+        return run_together(built, runs, calls, size, other_values=True)
+    except GradruleError:
+        # The program may check its values and refuse these.
+        return run_together(built, runs, calls, size)
 
 
 def _is_unused(built: BuiltProgram, index: int) -> bool:
@@ -162,84 +258,3 @@ def _padding_rows(part: np.ndarray, count: int, *, other_values: bool) -> np.nda
         return rows
     factors = np.linspace(-0.75, 1.5, count).reshape([count] + [1] * (part.ndim - 1))
     return np.asarray(rows * factors + 0.25).astype(part.dtype)
-
-
-@dataclass(slots=True)
-class BatchingProof:
-    """State of the decision for one program. Thread-safe.
-
-    layout: how its calls are merged; None: not analysed yet, or refused. refusal: why its calls never run together;
-    empty if there is no reason. is_proven: whether they run together.
-    """
-
-    layout: Layout | None = None
-    refusal: str = ""
-    is_proven: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def analyse(self, built: BuiltProgram) -> Layout | None:
-        """Returns how calls are merged, None if they may not be. Analyses the program at the first call."""
-        with self.lock:
-            if self.layout is None and not self.refusal:
-                try:
-                    found = analyse(built)
-                except Exception:
-                    # The call is answered even if the analysis fails.
-                    _log.exception("the analysis of a program failed; its calls do not run together")
-                    found = Refusal("the analysis failed")
-                if isinstance(found, Layout):
-                    self.layout = found
-                else:
-                    self.refuse(found.reason)
-            return self.layout
-
-    def refuse(self, reason: str) -> None:
-        """Stops running calls together."""
-        self.layout, self.is_proven, self.refusal = None, False, reason
-
-    def attempt(
-        self, built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], alone: Sequence[Arrays]
-    ) -> None:
-        """Runs calls together that have run alone, and compares: sets `is_proven` or `refusal`.
-
-        The first call also runs among rows of other values, and must give the same results up to the last four bits: a
-        result that mixes rows is found even if all calls are equal.
-        """
-        try:
-            found = _find_difference(built, layout, calls, alone)
-        except GradruleError as cause:
-            found = f"calls that succeed alone fail together: {cause.message}"
-        except Exception:
-            # These calls are answered; other calls of the frame still have to run.
-            _log.exception("the trial of a program failed; its calls do not run together")
-            found = "the trial failed"
-        if found:
-            self.refuse(found)
-        elif not self.refusal:
-            self.is_proven = True
-
-
-def _find_difference(built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], alone: Sequence[Arrays]) -> str:
-    """Returns which results differ between calls that ran together and alone; empty if none does."""
-    examples = sum(call.examples for call in calls)
-    size = padded_size(examples + 1, 2 * examples)
-    together = run_together(built, layout, calls, size)
-    (among_others,) = _run_among_others(built, layout, calls[:1], size)
-    for call, ours, theirs in zip(calls, alone, together, strict=True):
-        least = _FLOOR * max(map(magnitude, (*call.arguments, *ours)), default=0.0)
-        pairs = [(ours, theirs, _MOST_UNITS)]
-        if call is calls[0]:
-            pairs.append((theirs, among_others, _MOST_UNITS_AMONG_OTHERS))
-        for one, other, units in pairs:
-            for number, (a, b) in enumerate(zip(one, other, strict=True)):
-                if not is_close(a, b, units, least):
-                    return f"result {number} is another when calls run together"
-    return ""
-
-
-def _run_among_others(built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], size: int) -> list[Arrays]:
-    try:
-        return run_together(built, layout, calls, size, other_values=True)
-    except GradruleError:
-        # The program may check its values and refuse these.
-        return run_together(built, layout, calls, size)

@@ -362,7 +362,7 @@ class CompileRequest(google.protobuf.message.Message):
     MAX_RANK_FIELD_NUMBER: builtins.int
     MAX_UNPACKING_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
-    UNBATCHED_FIELD_NUMBER: builtins.int
+    BATCHED_FIELD_NUMBER: builtins.int
     DESCRIBE_ONLY_FIELD_NUMBER: builtins.int
     JIT_FIELD_NUMBER: builtins.int
     key: builtins.str
@@ -398,8 +398,8 @@ class CompileRequest(google.protobuf.message.Message):
     """
     blob_folder: builtins.str
     """Folder of the caller's blobs, relative to the blob folder of the engine process; empty: that folder itself."""
-    unbatched: builtins.bool
-    """Whether calls of the program must not run in batches."""
+    batched: builtins.bool
+    """Whether calls of the program may run in batches, along axis 0."""
     describe_only: builtins.bool
     """Whether the engine only replies and does not keep the program; no call can run then."""
     jit: builtins.bool
@@ -492,11 +492,11 @@ class CompileRequest(google.protobuf.message.Message):
         max_rank: builtins.int = ...,
         max_unpacking: builtins.int = ...,
         blob_folder: builtins.str = ...,
-        unbatched: builtins.bool = ...,
+        batched: builtins.bool = ...,
         describe_only: builtins.bool = ...,
         jit: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "describe_only", b"describe_only", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "max_unpacking", b"max_unpacking", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unbatched", b"unbatched", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batched", b"batched", "blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "describe_only", b"describe_only", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "max_unpacking", b"max_unpacking", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
@@ -707,7 +707,7 @@ global___RunRequest = RunRequest
 
 @typing.final
 class BatchNotice(google.protobuf.message.Message):
-    """Reports whether calls of a program can run in batches."""
+    """Reports whether calls of a program run in batches."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -718,21 +718,21 @@ class BatchNotice(google.protobuf.message.Message):
     class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[BatchNotice._Outcome.ValueType], builtins.type):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         OUTCOME_UNSPECIFIED: BatchNotice._Outcome.ValueType  # 0
-        """Not known: these calls could not be batched, but others may."""
-        OUTCOME_PROVEN: BatchNotice._Outcome.ValueType  # 1
-        """Calls can run in batches."""
+        """Not known: too few merged runs were compared with single ones, or these calls could not be batched."""
+        OUTCOME_EQUAL: BatchNotice._Outcome.ValueType  # 1
+        """The compared runs gave equal results: calls run in batches."""
         OUTCOME_REFUSED: BatchNotice._Outcome.ValueType  # 2
-        """Calls cannot run in batches, whatever their feeds are."""
+        """Calls do not run in batches any more."""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
-        """Results of the check."""
+        """What merged runs have shown so far."""
 
     OUTCOME_UNSPECIFIED: BatchNotice.Outcome.ValueType  # 0
-    """Not known: these calls could not be batched, but others may."""
-    OUTCOME_PROVEN: BatchNotice.Outcome.ValueType  # 1
-    """Calls can run in batches."""
+    """Not known: too few merged runs were compared with single ones, or these calls could not be batched."""
+    OUTCOME_EQUAL: BatchNotice.Outcome.ValueType  # 1
+    """The compared runs gave equal results: calls run in batches."""
     OUTCOME_REFUSED: BatchNotice.Outcome.ValueType  # 2
-    """Calls cannot run in batches, whatever their feeds are."""
+    """Calls do not run in batches any more."""
 
     KEY_FIELD_NUMBER: builtins.int
     OUTCOME_FIELD_NUMBER: builtins.int
@@ -740,7 +740,7 @@ class BatchNotice(google.protobuf.message.Message):
     key: builtins.str
     """Key of the program."""
     outcome: global___BatchNotice.Outcome.ValueType
-    """Results of the check."""
+    """What merged runs have shown."""
     reason: builtins.str
     """Why calls cannot run in batches."""
     def __init__(
@@ -1611,6 +1611,7 @@ class PreparedProgram(google.protobuf.message.Message):
     OVERRIDE_VALUES_FIELD_NUMBER: builtins.int
     IS_KNOWN_FIELD_NUMBER: builtins.int
     RULE_NAMES_FIELD_NUMBER: builtins.int
+    IS_BATCHED_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Digest of the program."""
     graph_digest: builtins.str
@@ -1629,6 +1630,8 @@ class PreparedProgram(google.protobuf.message.Message):
     """If ProgramTask.is_kept: the overrides' param values, in bytes that are equal for equal values."""
     is_known: builtins.bool
     """Whether the front end knows the digest of the spec; no other field is set then."""
+    is_batched: builtins.bool
+    """Whether calls of the program may run in batches."""
     @property
     def blobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Blobs that an engine reads when it loads the program."""
@@ -1661,9 +1664,10 @@ class PreparedProgram(google.protobuf.message.Message):
         override_values: builtins.bytes = ...,
         is_known: builtins.bool = ...,
         rule_names: collections.abc.Iterable[builtins.str] | None = ...,
+        is_batched: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "derivative", b"derivative", "graph_digest", b"graph_digest", "is_known", b"is_known", "kept_spec", b"kept_spec", "key", b"key", "likeness", b"likeness", "nodes", b"nodes", "override_values", b"override_values", "params", b"params", "placeholders", b"placeholders", "plan", b"plan", "rule_names", b"rule_names"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "derivative", b"derivative", "graph_digest", b"graph_digest", "is_batched", b"is_batched", "is_known", b"is_known", "kept_spec", b"kept_spec", "key", b"key", "likeness", b"likeness", "nodes", b"nodes", "override_values", b"override_values", "params", b"params", "placeholders", b"placeholders", "plan", b"plan", "rule_names", b"rule_names"]) -> None: ...
 
 global___PreparedProgram = PreparedProgram
 

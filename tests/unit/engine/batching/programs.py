@@ -19,7 +19,7 @@ class Case:
     """A program that fetches y and differentiates it by x.
 
     shapes: shape of each input for one example, without axis 0. shared: inputs that are the same in all calls.
-    why: part of the reason why calls may not run together; empty: they may. made: the graph, if it exists already.
+    why: part of the reason why calls do not run together; empty: they do. made: the graph, if it exists already.
     """
 
     make: Callable[[gr.Graph], None]
@@ -180,10 +180,6 @@ def counted(g: gr.Graph) -> None:
     g.op_output("RealDiv", x, size, name="y")
 
 
-def squeezed(g: gr.Graph) -> None:
-    g.op_output("Squeeze", x_of(g, 4), name="y", squeeze_dims=[])
-
-
 def crossed(g: gr.Graph) -> None:
     x = x_of(g, 4)
     g.op_output("MatMul", x, x, transpose_b=True, name="y")
@@ -195,16 +191,6 @@ def turned(g: gr.Graph) -> None:
 
 def reversed_rows(g: gr.Graph) -> None:
     g.op_output("ReverseV2", x_of(g, 4), g.constant(np.array([0], np.int32)), name="y")
-
-
-def shuffled_rows(g: gr.Graph) -> None:
-    """Reshapes to rows of another length, which reach into the next example."""
-    g.reshape(x_of(g, 4), [-1, 3], name="y")
-
-
-def against_columns(g: gr.Graph) -> None:
-    x, v = x_of(g, 4), g.placeholder("v", "float32", [None])
-    g.op_output("AddV2", x, v, name="y")
 
 
 def first_row(g: gr.Graph) -> None:
@@ -221,10 +207,6 @@ def any_rank(g: gr.Graph) -> None:
     g.op_output("Tanh", g.placeholder("x", "float32", None), name="y")
 
 
-def mean_loss(g: gr.Graph) -> None:
-    g.reduce_mean(g.op_output("Square", x_of(g, 4)), axis=[0, 1], name="y")
-
-
 def hidden_mean_loss(g: gr.Graph) -> None:
     """Builds a mean loss that is not fetched; its gradients are divided by the number of examples."""
     x = x_of(g, 4)
@@ -236,63 +218,12 @@ def whole_tensor(g: gr.Graph) -> None:
     g.op_output("Sign", x_of(g, 4), name="y")
 
 
-def ints(g: gr.Graph, *values: int) -> Any:
-    return g.constant(np.array(values, np.int32))
-
-
-def example_count(g: gr.Graph, x: Any) -> Any:
-    """Returns the number of examples as a vector of one element."""
-    return g.op_output("StridedSlice", g.op_output("Shape", x), ints(g, 0), ints(g, 1), ints(g, 1))
-
-
-def split_by_count(g: gr.Graph) -> None:
-    x = x_of(g, 4)
-    sizes = g.op_output("ConcatV2", [example_count(g, x), ints(g, -1)], g.constant(np.int32(0)))
-    g.op_output("Identity", g.op("SplitV", x, sizes, g.constant(np.int32(1)), num_split=2)[0], name="y")
-
-
-def count_as_bool(g: gr.Graph) -> None:
-    """Reshapes all examples into one row: the number of examples, cast to bool and back, is 1."""
-    x = x_of(g, 4)
-    one = g.op_output("Cast", g.op_output("Cast", example_count(g, x), DstT="bool"), DstT="int32")
-    g.reshape(x, g.op_output("ConcatV2", [one, ints(g, -1)], g.constant(np.int32(0))), name="y")
-
-
-def large_count(g: gr.Graph) -> None:
-    x = x_of(g, 4)
-    large = g.op_output("Mul", example_count(g, x), ints(g, 2**30))
-    size = g.op_output("FloorDiv", large, ints(g, 2**30))
-    g.op_output(
-        "Fill",
-        g.op_output("ConcatV2", [size, ints(g, 4)], g.constant(np.int32(0))),
-        g.constant(np.float32(1)),
-        name="y",
-    )
-
-
-def reversed_behind_ellipsis(g: gr.Graph) -> None:
-    """Slices with an ellipsis that covers no axis, so the next position is that of the batch axis."""
-    begin, end, strides = ints(g, 0, 0, 0), ints(g, 0, 0, 4), ints(g, 1, -1, 1)
-    slicing = {"ellipsis_mask": 1, "new_axis_mask": 1, "begin_mask": 6, "end_mask": 6}
-    g.op_output("StridedSlice", x_of(g, 4), begin, end, strides, name="y", **slicing)
-
-
-def sum_along_unrelated_axes(g: gr.Graph) -> None:
-    x = x_of(g, 4)
-    axes = g.op("BroadcastGradientArgs", ints(g, 1, 1, 4), ints(g, 1, 5, 4))[1]
-    g.reshape(g.op_output("Sum", x, axes), g.op_output("Shape", x), name="y")
-
-
-def broadcast_loss(g: gr.Graph) -> None:
-    """Builds a loss whose gradient has the shape of the labels, so an example has four rows in the result."""
-    x, labels = x_of(g, 1), g.placeholder("s", "float32", [None, 4])
-    g.reshape(g.op("SoftmaxCrossEntropyWithLogits", x, labels)[1], [-1, 1], name="y")
-
-
 _LOSS = {"vjp": program_pb2.Vjp(ys=["loss"], xs=["x"])}
 _IMAGE = {"x": (4, 4, 2)}
 
-PROVEN = {
+_WEIGHTED = {"vjp": program_pb2.Vjp(ys=["y"], xs=["x", "w"])}
+
+SOUND = {
     "perceptron": Case(perceptron),
     "guided backprop": Case(perceptron, overrides={"Relu": "guided_relu"}),
     "deconvnet": Case(perceptron, overrides={"Relu": "deconvnet"}),
@@ -310,57 +241,57 @@ PROVEN = {
     "score": Case(score, derivative=_LOSS),
     "jvp": Case(perceptron, derivative={"jvp": program_pb2.Jvp(ys=["y"], xs=["x"])}),
     "hvp": Case(plain("Tanh"), derivative={"hvp": program_pb2.Hvp(ys=["y"], xs=["x"])}),
+    "batched jacobian": Case(
+        perceptron, derivative={"jacobian": program_pb2.Jacobian(ys=["y"], xs=["x"], batched=True)}
+    ),
     "forward only": Case(perceptron, derivative={}),
-    "one op": Case(plain("Exp")),
     "sum of others": Case(reduced("Sum", [1])),
     "mean of others": Case(reduced("Mean", [-1])),
-    "largest of others": Case(reduced("Max", [1])),
-    "loss that broadcasts": Case(broadcast_loss, {"x": (1,), "s": (4,)}, derivative={}),
-    "product of others": Case(reduced("Prod", [1]), derivative={}),
 }
-REFUSED = {
-    "sum over the batch": Case(reduced("Sum", [0]), why="Sum 'y' works along the batch"),
-    "sum over all": Case(reduced("Sum", [0, 1]), why="Sum 'y' works along the batch"),
-    "mean loss": Case(mean_loss, why="Mean 'y' works along the batch"),
-    "hidden mean loss": Case(hidden_mean_loss, derivative=_LOSS, why="computes with the number of examples"),
-    "batch norm in training": Case(lambda g: batch_norm(g, is_training=True), _IMAGE, why="statistics of the batch"),
-    "batch norm by hand": Case(own_batch_norm, why="works along the batch"),
-    "gradient of weights": Case(
-        weighted,
-        shared={"w": (4, 3)},
-        derivative={"vjp": program_pb2.Vjp(ys=["y"], xs=["x", "w"])},
-        why="MatMul",
-    ),
-    "rule over the whole tensor": Case(
-        whole_tensor, overrides={"Sign": "gradient_clip_norm"}, why="works along the batch"
-    ),
-    "random": Case(random, derivative={}, why="random"),
-    "random by seed": Case(seeded, derivative={}, why="not known to keep examples apart"),
-    "number of elements": Case(counted, why="computes with the number of examples"),
-    "squeeze": Case(squeezed, derivative={}, why="where there is one example"),
-    "rows by rows": Case(crossed, derivative={}, why="mixes examples"),
-    "transposed": Case(turned, derivative={}, why="moves the batch axis"),
-    "reversed": Case(reversed_rows, derivative={}, why="works along the batch"),
-    "rows of another length": Case(shuffled_rows, derivative={}, why="batch is not axis 0"),
-    "one axis against another": Case(against_columns, {"x": (4,), "v": ()}, derivative={}, why="against one another"),
-    "the first row": Case(first_row, derivative={}, why="works along the batch"),
+"""Programs that may declare batching."""
+
+MIXING = {
+    "hidden mean loss": Case(hidden_mean_loss, derivative=_LOSS, why="the derivative 'x' differs"),
+    "batch norm in training": Case(lambda g: batch_norm(g, is_training=True), _IMAGE, why="output 'y' differs"),
+    "batch norm by hand": Case(own_batch_norm, why="output 'y' differs"),
+    "random by seed": Case(seeded, derivative={}, why="output 'y' differs"),
+    "number of elements": Case(counted, why="output 'y' differs"),
+    "rows by rows": Case(crossed, derivative={}, why="output 'y' differs"),
+    "reversed": Case(reversed_rows, derivative={}, why="output 'y' differs"),
+    "the first row": Case(first_row, derivative={}, why="output 'y' differs"),
     "cumulative": Case(
         lambda g: g.op_output("Cumsum", x_of(g, 4), g.constant(np.int32(0)), name="y"),
         derivative={},
-        why="works along the batch",
+        why="output 'y' differs",
     ),
     "softmax of a vector": Case(
         lambda g: g.op_output("Softmax", g.placeholder("x", "float32", [None]), name="y"),
         {"x": ()},
         derivative={},
-        why="works along the batch",
+        why="output 'y' differs",
     ),
-    "split by the number of examples": Case(split_by_count, derivative={}, why="mixes examples"),
-    "number of examples as a bool": Case(count_as_bool, derivative={}, why="batch is not axis 0"),
-    "number of examples that overflows": Case(large_count, derivative={}, why="computes with the number of examples"),
-    "reversed behind an ellipsis": Case(reversed_behind_ellipsis, derivative={}, why="slices the batch axis"),
-    "sum along unrelated axes": Case(sum_along_unrelated_axes, derivative={}, why="sums over the batch"),
-    "fixed size": Case(fixed, why="no input has an axis 0 of any size"),
-    "any rank": Case(any_rank, why="no input has an axis 0 of any size"),
-    "jacobian": Case(perceptron, derivative={"jacobian": program_pb2.Jacobian(ys=["y"], xs=["x"])}, why="batch"),
+    "two rows for an example": Case(
+        lambda g: g.reshape(x_of(g, 4), [-1, 2], name="y"), derivative={}, why="not one row for each of"
+    ),
 }
+"""Programs that declare batching wrongly, which only a comparison of runs shows."""
+
+REFUSED = {
+    "sum over the batch": Case(reduced("Sum", [0]), why="output 'y' has the shape (4,)"),
+    "sum over all": Case(reduced("Sum", [0, 1]), why="output 'y' has the shape ()"),
+    "gradient of weights": Case(weighted, derivative=_WEIGHTED, why="the derivative 'w' has the shape (4, 3)"),
+    "rule over the whole tensor": Case(
+        whole_tensor, overrides={"Sign": "gradient_clip_norm"}, why="the rule 'gradient_clip_norm' is not per sample"
+    ),
+    "expression over the whole tensor": Case(
+        whole_tensor, overrides={"Sign": "dy / (1 + sum(dy * dy))"}, why="the rule 'inline' is not per sample"
+    ),
+    "random": Case(random, derivative={}, why="draws random numbers"),
+    "transposed": Case(turned, derivative={}, why="output 'y' has the shape (4, None)"),
+    "fixed size": Case(fixed, why="has the shape (2, 4)"),
+    "any rank": Case(any_rank, why="no input that a result depends on"),
+    "jacobian": Case(
+        perceptron, derivative={"jacobian": program_pb2.Jacobian(ys=["y"], xs=["x"])}, why="a whole Jacobian"
+    ),
+}
+"""Programs that declare batching wrongly, which is known when they are compiled."""

@@ -11,12 +11,11 @@ import pytest
 
 import gradrule as gr
 from gradrule.common import tensor_codec
-from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching import batch_runner, merging
-from gradrule_server.engine.batching.analysis import MAX_EXAMPLES, Layout
 from gradrule_server.engine.batching.batch_runner import BatchRunner
-from gradrule_server.engine.batching.merging import BatchedCall, run_together
+from gradrule_server.engine.batching.merging import COMPARED_RUNS
 from gradrule_server.engine.build import build
 from gradrule_server.engine.large_tensors import AttachedMemories
 from gradrule_server.engine.program import BuiltProgram
@@ -27,14 +26,25 @@ from gradrule_server.link.framing import FrameSocket, Kind
 from gradrule_server.link.v1 import link_pb2
 from tests.unit.engine.building import prepared
 
-REFUSED, PROVEN = link_pb2.BatchNotice.OUTCOME_REFUSED, link_pb2.BatchNotice.OUTCOME_PROVEN
+UNDECIDED = link_pb2.BatchNotice.OUTCOME_UNSPECIFIED
+EQUAL = link_pb2.BatchNotice.OUTCOME_EQUAL
+REFUSED = link_pb2.BatchNotice.OUTCOME_REFUSED
+BATCHING = program_pb2.Batching(axis=0)
 
 
 def quotient() -> BuiltProgram:
     """Returns a program for 12 // x, which fails if an x is 0."""
     g = gr.Graph()
     g.op_output("FloorDiv", g.constant(np.int32(12)), g.placeholder("x", "int32", [None]), name="y")
-    return build(prepared(g).request)
+    return build(prepared(g, batching=BATCHING).request)
+
+
+def centred() -> BuiltProgram:
+    """Returns a program for x minus the largest x of all examples, which declares batching wrongly."""
+    g = gr.Graph()
+    x = g.placeholder("x", "int32", [None])
+    g.op_output("Sub", x, g.op_output("Max", x, g.constant(np.array([0], np.int32)), keep_dims=True), name="y")
+    return build(prepared(g, batching=BATCHING).request)
 
 
 class Engine:
@@ -79,6 +89,13 @@ class Engine:
         self.runner.run(99, b"".join(pack_batch(most, requests)))
         return self.notices[-1]
 
+    def compare(self) -> None:
+        """Runs as many frames of two requests as are compared before requests run together."""
+        for number in range(COMPARED_RUNS):
+            notice = self.run([1 + number], [2])
+            assert [answer.batch_size for answer in self.answers.values()] == [0, 0]
+            assert notice.outcome == (EQUAL if number == COMPARED_RUNS - 1 else UNDECIDED)
+
     def results(self) -> dict[int, list[int]]:
         return {
             number: tensor_codec.to_numpy(answer.outputs[0].value.inline_tensor).tolist()
@@ -88,8 +105,8 @@ class Engine:
 
 def test_failing_values_fail_only_their_own_request() -> None:
     engine = Engine(quotient())
-    assert engine.run([1], [2]).outcome == PROVEN
-    assert engine.run([3], [0], [4, 5]).outcome == PROVEN
+    engine.compare()
+    assert engine.run([3], [0], [4, 5]).outcome == EQUAL
     assert engine.results() == {0: [4], 2: [3, 2]}
     assert isinstance(engine.errors[1], GradruleError)
     assert engine.errors[1].findings[0].reason == errors_pb2.ERROR_REASON_EXECUTION_FAILED
@@ -97,13 +114,13 @@ def test_failing_values_fail_only_their_own_request() -> None:
     assert [answer.batch_size for answer in engine.answers.values()] == [2, 2]
 
 
-def test_failed_trial_leaves_all_requests_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_comparison_leaves_all_requests_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr(merging, "run_together", fails)
     engine = Engine(quotient())
-    # A run has at most two examples, so there are two runs, and each is tried.
+    # A run has at most two examples, so there are two runs.
     assert engine.run([1], [2], [3], [4], most=2).outcome == REFUSED
     assert engine.results() == {0: [12], 1: [6], 2: [4], 3: [3]}
     assert not engine.errors
@@ -114,7 +131,7 @@ def test_failed_batch_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError
 
     engine = Engine(quotient())
-    engine.run([1], [2])
+    engine.compare()
     monkeypatch.setattr(batch_runner, "run_together", fails)
     assert engine.run([1], [2]).outcome == REFUSED
     assert engine.results() == {0: [12], 1: [6]}
@@ -127,16 +144,28 @@ def test_frame_that_fails_sends_a_fault_and_no_notice() -> None:
     assert not engine.notices
 
 
-def test_batches_do_not_exceed_the_proven_size() -> None:
+def test_batches_do_not_exceed_the_largest_size() -> None:
     engine = Engine(quotient())
-    engine.run([1], [2])
-    half = [1] * (MAX_EXAMPLES // 2)
-    engine.run(half, half, half, most=10 * MAX_EXAMPLES)
-    assert [answer.batch_size for answer in engine.answers.values()] == [MAX_EXAMPLES, MAX_EXAMPLES, 0]
+    engine.compare()
+    engine.run([1] * 8, [1] * 8, [1] * 8, most=16)
+    assert [answer.batch_size for answer in engine.answers.values()] == [16, 16, 0]
 
 
-def test_results_with_unexpected_row_count_are_not_split() -> None:
-    """Tries a wrong layout."""
-    calls = [BatchedCall(number, 0, 0, [np.array([1], np.int32)], 1) for number in range(2)]
-    with pytest.raises(ValueError, match="2 rows for each of 2 examples"):
-        run_together(quotient(), Layout((True,), (2,)), calls, 2)
+def test_program_whose_results_differ_is_never_merged_again() -> None:
+    engine = Engine(centred())
+    for _ in range(3):
+        notice = engine.run([1], [5])
+        assert notice.outcome == REFUSED
+        assert notice.reason == "output 'y' differs when calls run together"
+        assert engine.results() == {0: [0], 1: [0]}
+        assert [answer.batch_size for answer in engine.answers.values()] == [0, 0]
+
+
+def test_program_that_does_not_declare_batching_runs_its_calls_alone() -> None:
+    g = gr.Graph()
+    g.op_output("Neg", g.placeholder("x", "int32", [None]), name="y")
+    engine = Engine(build(prepared(g).request))
+    for _ in range(2 * COMPARED_RUNS):
+        assert engine.run([1], [2]).outcome == UNDECIDED
+    assert [answer.batch_size for answer in engine.answers.values()] == [0, 0]
+    assert engine.results() == {0: [-1], 1: [-2]}

@@ -1,4 +1,4 @@
-"""Tests with random programs that calls which may run together get the answers of single calls."""
+"""Tests with random programs that the comparison with single runs accepts those, and only those, that mix no rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import program_pb2
-from gradrule_server.engine.batching.analysis import Layout, analyse
-from gradrule_server.engine.batching.merging import run_on_arrays, run_together
+from gradrule_server.engine.batching.merging import COMPARED_RUNS, run_on_arrays, run_together
 from gradrule_server.engine.comparison import is_close
 from tests.unit.engine.batching.programs import Case
-from tests.unit.engine.batching.test_analysis import built_of, calls_of
+from tests.unit.engine.batching.test_merging import built_of, calls_of
 
 GRAPHS = 40
 _UNARY = ("Tanh", "Relu", "Sigmoid", "Square", "Abs", "Softmax", "Neg", "Identity", "Exp", "Softplus")
@@ -113,16 +112,16 @@ def case_of(seed: int) -> tuple[Case, bool]:
 @pytest.mark.parametrize("seed", range(GRAPHS))
 def test_random_graphs(seed: int) -> None:
     case, mixes = case_of(seed)
-    built, params = built_of(case)
-    layout = analyse(built)
-    if not isinstance(layout, Layout):
-        assert mixes, layout
+    built, runs, params = built_of(case)
+    calls = calls_of(case, built, runs, params, (1, 2, 4))
+    alone = [run_on_arrays(built, call.arguments) for call in calls]
+    for _ in range(COMPARED_RUNS):
+        runs.compare(built, calls, alone)
+    if not runs.are_equal:
+        assert mixes, runs.refusal
         return
-    calls = calls_of(case, built, params, layout, (1, 2, 4))
-    together = run_together(built, layout, calls, 8)
-    for call, results in zip(calls, together, strict=True):
-        for one, other in zip(run_on_arrays(built, call.arguments), results, strict=True):
-            assert is_close(one, other, 1024, 0.01)
+    for ours, theirs in zip(alone, run_together(built, runs, calls, 8), strict=True):
+        assert all(is_close(a, b, 1024, 0.01) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_random_graphs_of_both_kinds_occur() -> None:

@@ -11,6 +11,7 @@ from gradrule._comparison import compare
 from gradrule._comparison.compare import Comparison
 from gradrule._messages import derivatives, rpc_calls
 from gradrule._messages.call_arguments import (
+    Batching,
     CallParams,
     Feeds,
     GradYs,
@@ -49,7 +50,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
         params: CallParams | None = None,
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
-        batching: bool = True,
+        batching: Batching | None = None,
         jit: Jit = "off",
         cast: bool = False,
         transfer: Transfer | None = None,
@@ -78,7 +79,9 @@ class AsyncEvaluationMethods(AsyncClientBase):
             dense_gradients: Return the gradient of a gather as an array, not as a `Sparse`.
             stacked_grad_ys: Pull back many upstream gradients at once: each array in `grad_ys` has one more axis in
                 front, all of one size, and so has each gradient.
-            batching: Let the server run calls of one program together if it has proved that no result changes.
+            batching: `gr.Batching(axis=0)` lets the server run concurrent calls of the program together: declares that
+                axis 0 counts examples, and that the results of an example do not depend on others; None: calls run
+                alone.
             jit: `"on"` lets XLA compute all calls; the first with new shapes takes seconds. Results are equal up to
                 rounding. A program whose ops XLA would compute differently is refused. `"off"`: TensorFlow's kernels.
             cast: Convert arrays in `feeds` and `grad_ys` even if that rounds values.

@@ -11,6 +11,7 @@ from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._messages import derivatives, forward_calls, rpc_calls
 from gradrule._messages.call_arguments import (
+    Batching,
     CallParams,
     Feeds,
     GradYs,
@@ -53,7 +54,7 @@ class AsyncProgramMethods(AsyncClientBase):
         no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         dense_gradients: bool = False,
-        batching: bool = True,
+        batching: Batching | None = None,
         jit: Jit = "off",
         name: str | None = None,
         progress: Progress = None,

@@ -10,6 +10,7 @@ from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._comparison.sweep import Many, Run, Sweep, SweepResult, runs_of
 from gradrule._messages.call_arguments import (
+    Batching,
     CallParams,
     Feeds,
     GradYs,
@@ -50,7 +51,7 @@ class AsyncSweepMethods(AsyncClientBase):
         params: Many[CallParams] | None = None,
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
-        batching: bool = True,
+        batching: Batching | None = None,
         jit: Jit = "off",
         cast: bool = False,
         transfer: Transfer | None = None,

@@ -12,6 +12,7 @@ from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._messages import derivatives, forward_calls, rpc_calls
 from gradrule._messages.call_arguments import (
+    Batching,
     CallParams,
     Feeds,
     GradYs,
@@ -54,7 +55,7 @@ class ProgramMethods(ClientBase):
         no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         dense_gradients: bool = False,
-        batching: bool = True,
+        batching: Batching | None = None,
         jit: Jit = "off",
         name: str | None = None,
         progress: Progress = None,

@@ -11,6 +11,7 @@ from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._comparison.sweep import Many, Run, Sweep, SweepResult, runs_of
 from gradrule._messages.call_arguments import (
+    Batching,
     CallParams,
     Feeds,
     GradYs,
@@ -51,7 +52,7 @@ class SweepMethods(ClientBase):
         params: Many[CallParams] | None = None,
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
-        batching: bool = True,
+        batching: Batching | None = None,
         jit: Jit = "off",
         cast: bool = False,
         transfer: Transfer | None = None,

@@ -129,7 +129,7 @@ export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
   stackedGradYs: boolean;
 
   /**
-   * Whether this call may run together with others. Default: as the program says.
+   * Whether this call may run together with others; only `allowed`. Default: as the program says.
    *
    * @generated from field: gradrule.v1.Batching batching = 10;
    */
