@@ -20,7 +20,6 @@ from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy.op_tables import input_numbers, ops_with
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
-from gradrule_server.rules.catalogue import BUILTINS
 
 _KEEPS_SHAPE = ops_with("keeps_shape")
 # An upstream gradient has the shape of its output: it was checked when it was made.
@@ -29,12 +28,6 @@ _ELEMENTWISE = ops_with("elementwise")
 _PERMUTES = input_numbers("permutes")
 # The gradient of a Sum over all elements is its upstream gradient for each element.
 _REDUCTIONS = ops_with("reduction") - {"Sum"}
-
-
-def is_per_sample(content: RuleContent) -> bool:
-    """Returns whether the gradient of an example never depends on other examples; False if that is not known."""
-    known = BUILTINS[content.code].per_sample if content.code is not None else content.per_sample
-    return known is True
 
 
 class BoundRule:

@@ -10,7 +10,7 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.backward import Backward, jacobian, stacked_vjp
-from gradrule_server.engine.bound_rules import BoundRule, CodeRule, GraphRule, OpGradientRule, is_per_sample
+from gradrule_server.engine.bound_rules import BoundRule, CodeRule, GraphRule, OpGradientRule
 from gradrule_server.engine.code_rules.target import Dependence
 from gradrule_server.engine.derivatives import (
     Derivatives,
@@ -29,6 +29,7 @@ from gradrule_server.engine.tf_errors import clean_message, error_message, refus
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import RuleContent
+from gradrule_server.rules.catalogue import per_sample
 
 _SCOPE = "reference"
 
@@ -233,7 +234,7 @@ class Trace:
         Gradients that are part of the uploaded graph count as its ops.
         """
         return any(
-            content is not None and rule.WhichOneof("form") != "brought" and not is_per_sample(content)
+            content is not None and rule.WhichOneof("form") != "brought" and not per_sample(content)
             for rule, content in zip(self._request.rules, self._contents, strict=True)
         )
 

@@ -30,7 +30,7 @@ from gradrule_server.preparation.references import (
     bind_constants,
     bind_variables,
 )
-from gradrule_server.rules.catalogue import BUILTINS
+from gradrule_server.rules.catalogue import per_sample
 
 FORMAT_VERSION = 3
 """Part of every digest, so that programs of different formats have different digests."""
@@ -390,20 +390,15 @@ def _check_batching(program: _ReadProgram, expanded: graphs.Expanded) -> list[Fi
         problems.append("XLA compiles each size of a run on its own, which takes seconds; set jit to OFF")
     if expanded.draws_random:
         problems.append("the graph draws random numbers, which depend on the size of a run; feed them")
-    table = program.overrides
-    used = {mark.rule for mark in expanded.marks} | {made.rule for made in _derived_node_rules(table)}
-    names = {table.bound[index].rule.name for index in used if index >= 0 and _mixes_samples(table.bound[index].rule)}
-    problems += [f"the rule {name!r} is not per sample: it combines examples along axis 0" for name in sorted(names)]
+    used = {mark.rule for mark in expanded.marks}
+    if program.derivative.second_order:
+        used |= {made.rule for made in _derived_node_rules(program.overrides)}
+    # Negative indices mean `default` and foreign gradients.
+    rules = [program.overrides.bound[index].rule for index in used if index >= 0]
+    mixing = {rule.name for rule in rules if rule.content is not None and per_sample(rule.content) is False}
+    problems += [f"the rule {name!r} is not per sample: it combines examples along axis 0" for name in sorted(mixing)]
     reason = errors_pb2.ERROR_REASON_UNSUPPORTED
     return [Finding(reason, f"batching: {problem}", field="spec.batching") for problem in problems]
-
-
-def _mixes_samples(rule: ResolvedRule) -> bool:
-    """Returns whether a rule is known to compute the gradient of an example from other examples."""
-    if rule.content is None:
-        return False
-    code = rule.content.code
-    return (rule.content.per_sample if code is None else BUILTINS[code].per_sample) is False
 
 
 def _identity(rule: ResolvedRule) -> list[str]:

@@ -58,11 +58,13 @@ class BatchedCall:
 class MergedRuns:
     """Whether calls of a program run together. Thread-safe.
 
-    merged: the arguments that are concatenated; the others must be equal in all calls. compared: number of merged runs
-    that were compared with single ones. refusal: why calls do not run together any more; empty if they may.
+    merged: the arguments that are concatenated; the others must be equal in all calls. names: the results, as messages
+    name them. compared: number of merged runs that were compared with single ones. refusal: why calls do not run
+    together any more; empty if they may.
     """
 
     merged: frozenset[int]
+    names: Sequence[str]
     compared: int = 0
     refusal: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -108,7 +110,8 @@ def create_merged_runs(built: BuiltProgram) -> MergedRuns:
     problem = ""
     if not merged:
         problem = "no input that a result depends on has an axis 0 of any size"
-    for name, tensor in zip(_result_names(built), built.graph.outputs, strict=True):
+    names = _result_names(built)
+    for name, tensor in zip(names, built.graph.outputs, strict=True):
         if tensor.shape.rank == 0 or (tensor.shape.rank and tensor.shape[0] is not None):
             problem = f"{name} has the shape {tensor.shape}, so its axis 0 does not count examples"
     if problem:
@@ -117,7 +120,7 @@ def create_merged_runs(built: BuiltProgram) -> MergedRuns:
             f"batching: {problem}; compile the program without batching",
             field="spec.batching",
         )
-    return MergedRuns(merged)
+    return MergedRuns(merged, names)
 
 
 def _result_names(built: BuiltProgram) -> list[str]:
@@ -176,7 +179,7 @@ def run_together(
     if built.memory_check is not None:
         built.memory_check.check(arguments)
     results = run_on_arrays(built, arguments)
-    for name, result in zip(_result_names(built), results, strict=True):
+    for name, result in zip(runs.names, results, strict=True):
         if np.shape(result)[:1] != (size,):
             raise ValueError(f"{name} has the shape {np.shape(result)}, not one row for each of {size} examples")
     answers: list[Arrays] = []
@@ -227,7 +230,7 @@ def _find_difference(
         if call is calls[0]:
             pairs.append((theirs, among_others, _MOST_UNITS_AMONG_OTHERS))
         for one, other, units in pairs:
-            for name, a, b in zip(_result_names(built), one, other, strict=True):
+            for name, a, b in zip(runs.names, one, other, strict=True):
                 if not is_close(a, b, units, least):
                     return f"{name} differs when calls run together"
     return ""

@@ -3,6 +3,7 @@
 from gradrule_server.rules.catalogue import attribution, flow, straight_through, surrogate
 from gradrule_server.rules.catalogue.builtin_rules import BuiltinRule as BuiltinRule
 from gradrule_server.rules.catalogue.builtin_rules import Catalogue as Catalogue
+from gradrule_server.rules.rule import RuleContent
 
 BUILTINS = Catalogue(
     [
@@ -13,3 +14,8 @@ BUILTINS = Catalogue(
         ("stable", flow.STABLE_RULES),
     ]
 )
+
+
+def per_sample(content: RuleContent) -> bool | None:
+    """Returns whether the gradient of an example never depends on other examples; None: unknown."""
+    return BUILTINS[content.code].per_sample if content.code is not None else content.per_sample
