@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -106,6 +106,8 @@ class Connection(RequestScheduler, asyncio.Protocol):
         """The requests that were running when the connection closed."""
         self.lost_batches: tuple[Batch, ...] = ()
         """The batches that were running when the connection closed, even if some of their requests were answered."""
+        self.on_unbatched: Callable[[Iterable[str]], None] | None = None
+        """Called with the keys of programs whose calls must not run together any more."""
         self.on_lost: Callable[[], None] | None = None
         """Called when the connection has closed, after all requests have failed."""
         self.last_heard = self.loop.time()
@@ -299,7 +301,10 @@ class Connection(RequestScheduler, asyncio.Protocol):
                 self.greeting.set_result(link_pb2.Greeting.FromString(bytes(view)))
             return
         if kind is Kind.BATCH_NOTICE:
-            self._batches.apply(link_pb2.BatchNotice.FromString(bytes(view)))
+            notice = link_pb2.BatchNotice.FromString(bytes(view))
+            self._batches.apply(notice)
+            if notice.outcome == link_pb2.BatchNotice.OUTCOME_REFUSED and self.on_unbatched is not None:
+                self.on_unbatched([notice.key])
             self._end_batch(request_id)
             return
         if kind is Kind.MEMORY_NOTICE:

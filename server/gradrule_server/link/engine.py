@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import start_logged_task
@@ -61,6 +61,8 @@ class Engine:
         use: What it is for.
         ended: Counts the ends of its processes, by reason.
         times: How long it waits for its processes.
+        unbatched: Programs whose calls run alone from now on, since merged runs gave other results, or were under way
+            when a process ended. Engines share it.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         use: Use = Use.PROGRAMS,
         ended: Counter[str] | None = None,
         times: EngineTimes = DEFAULT_TIMES,
+        unbatched: set[str] | None = None,
     ) -> None:
         self._times = times
         self.index = index
@@ -90,8 +93,7 @@ class Engine:
         self._ended: Counter[str] = Counter() if ended is None else ended
         self.used_at = 0.0
         """Loop time of the last request, or of the start of its process."""
-        self._unbatched: set[str] = set()
-        """Programs that were running as a batch when a process ended. Their calls run alone from then on."""
+        self._unbatched: set[str] = set() if unbatched is None else unbatched
         self.last_end: EngineEnd | None = None
         """How the previous process ended, once that is known."""
         self.generation = 0
@@ -231,6 +233,7 @@ class Engine:
         self.generation += 1
         self.kept = self.programs = 0
         process.connection.on_idle = self._on_idle
+        process.connection.on_unbatched = self._run_alone
         self._on_change(self)
         if process.connection.is_closed:
             self._handle_end(process)
@@ -425,13 +428,17 @@ class Engine:
         if self._reports:
             await asyncio.wait(self._reports)
 
+    def _run_alone(self, keys: Iterable[str]) -> None:
+        """Runs calls of programs alone from now on."""
+        if len(self._unbatched) < _MAX_REMEMBERED:
+            self._unbatched |= {BatchKey(key).digest for key in keys}
+
     def _handle_end(self, process: EngineProcess) -> None:
         """Replaces a process that ended, if this engine runs programs: at once, or as soon as another one is ready."""
         if self._process is not process:
             return
         self._process = None
-        if len(self._unbatched) < _MAX_REMEMBERED:
-            self._unbatched |= {batch.key.digest for batch in process.connection.lost_batches}
+        self._run_alone(batch.key.program for batch in process.connection.lost_batches)
         report = asyncio.create_task(self._report_end(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)

@@ -260,6 +260,22 @@ async def test_a_program_whose_calls_ended_an_engine_together_runs_them_alone_fr
             await work.answer
 
 
+async def test_a_program_whose_merged_runs_differed_runs_its_calls_alone_in_all_engines_from_then_on() -> None:
+    first, second = FakeEngine(), FakeEngine()
+    # As the engines of a pool.
+    first._unbatched = second._unbatched
+    connection, _ = connected()
+    first.install(FakeProcess(connection))
+    notice(connection, link_pb2.BatchNotice.OUTCOME_REFUSED, "digest/1")
+    connection, transport = connected()
+    second.install(FakeProcess(connection))
+    notice(connection, link_pb2.BatchNotice.OUTCOME_EQUAL, "digest/2")
+    for name in (b"d", b"e", b"f"):
+        second.submit(Kind.RUN, name, batch_key=BatchKey("digest/2"))
+    answer(connection, transport, b"d")
+    assert frames(transport) == [[b"d"], [b"e"]]
+
+
 async def test_an_engine_that_has_no_memory_for_a_run_tells_all_its_requests_and_takes_others() -> None:
     connection, transport = connected()
     works = [connection.submit(Kind.RUN, name, batch_key=P) for name in (b"a", b"b", b"c")]
