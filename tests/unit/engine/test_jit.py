@@ -50,10 +50,10 @@ def built(*, is_on: bool, device: str = "CPU:0") -> Any:
     return build(request, device=device)
 
 
-def test_calls_of_a_program_that_asks_for_it_run_with_xla_and_alone() -> None:
+def test_calls_of_a_program_that_asks_for_it_run_with_xla() -> None:
     found = built(is_on=True)
     assert isinstance(found.call, XlaCall)
-    assert found.jit and found.unbatched
+    assert found.jit
     x = np.arange(5, dtype=np.float32)
     np.testing.assert_array_equal(found.call([x])[0], 2 * x)
     np.testing.assert_array_equal(found.call.on_device([tf.constant(x)])[0], 2 * x)

@@ -114,6 +114,12 @@ def test_all_reasons_against_batching_are_reported_at_once() -> None:
     ]
 
 
+def test_xla_and_batching_together_are_refused() -> None:
+    batching = program_pb2.Batching(axis=0)
+    with pytest.raises(GradruleError, match="XLA compiles each size of a run"):
+        prepared(SOUND["perceptron"].graph(), batching=batching, jit=program_pb2.JIT_ON)
+
+
 @pytest.mark.parametrize("axis", [1, -1])
 def test_other_axes_are_refused(axis: int) -> None:
     with pytest.raises(GradruleError, match="only axis 0") as caught:

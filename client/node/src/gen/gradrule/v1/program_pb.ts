@@ -364,7 +364,7 @@ export const ProgramSpecSchema: GenMessage<ProgramSpec> = /*@__PURE__*/
 /**
  * Declares that concurrent calls of a program may run together, with their examples concatenated along one axis. The sender states
  * that the results of an example do not depend on other examples. A declaration that is known to be wrong is UNSUPPORTED: a rule
- * that is not per sample, random numbers, a whole Jacobian, no input with examples, or a result without examples. The server
+ * that is not per sample, random numbers, a whole Jacobian, XLA, no input with examples, or a result without examples. The server
  * compares the first merged runs with single ones, and does not run calls together again if the results differ by more than rounding.
  *
  * @generated from message gradrule.v1.Batching
