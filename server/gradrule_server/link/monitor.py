@@ -26,8 +26,6 @@ _PRIVATE = re.compile(r"^Private_Dirty:\s+(\d+) kB$", re.MULTILINE)
 # Page faults of a process after which its own memory is measured anew, at most every 2 s: that takes milliseconds.
 _FAULTS = 1024
 _OWN_PERIOD_S = 2.0
-# Processes whose own memory is measured in one round, so that none takes long.
-_OWN_PER_ROUND = 4
 # A process without a request is measured in one of so many rounds, since it hardly grows.
 _IDLE_ROUNDS = 4
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
@@ -84,7 +82,6 @@ class EngineMonitor:
     ) -> None:
         self._times = times
         self._on_measured = on_measured
-        self._own_left = 0
         self._own: WeakKeyDictionary[EngineProcess, _OwnMemory] = WeakKeyDictionary()
         self._processes = processes
         self._heartbeat_s = heartbeat_s
@@ -126,9 +123,7 @@ class EngineMonitor:
     async def _check_memory(self) -> None:
         for number in itertools.count():
             await asyncio.sleep(self._times.memory_period_s)
-            self._own_left = _OWN_PER_ROUND
-            # Those that were measured least recently come first, so that all get their turn.
-            for process in sorted(self._processes(), key=self._own_measured_at):
+            for process in self._processes():
                 if process.own_bytes and number % _IDLE_ROUNDS and not process.connection.running:
                     continue
                 await self._measure(process)
@@ -137,10 +132,6 @@ class EngineMonitor:
                     process.end(EndReason.MEMORY)
             self._on_measured()
 
-    def _own_measured_at(self, process: EngineProcess) -> float:
-        found = self._own.get(process)
-        return 0.0 if found is None else found.measured_at
-
     async def _measure(self, process: EngineProcess) -> None:
         """Measures the memory of a process."""
         arenas, channel = process.arenas, process.connection.memories
@@ -148,8 +139,7 @@ class EngineMonitor:
         # All pages of this memory are exempt, whether the process has mapped them or not.
         exempt = (0 if arenas is None else arenas.held_bytes) + (0 if channel is None else channel.shared_bytes)
         memory = self._own.setdefault(process, _OwnMemory(anonymous))
-        if self._own_left and memory.is_due(process.pid):
-            self._own_left -= 1
+        if memory.is_due(process.pid):
             await memory.measure(process.pid, anonymous)
         own = max(0, anonymous - memory.shared_bytes)
         charged = max(0, shared - exempt)

@@ -170,23 +170,6 @@ async def test_memory_that_a_fork_shares_is_not_its_own_until_it_writes_to_it(
         assert await _within(5, lambda: process.own_bytes >= 100_000_000)
 
 
-async def test_own_memory_of_all_processes_is_measured_though_a_round_measures_few(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(monitor, "_OWN_PERIOD_S", 0.0)
-    monkeypatch.setattr(monitor, "_FAULTS", 0)
-    monkeypatch.setattr(monitor, "resident_sizes", lambda pid: (1000, 0))
-    monkeypatch.setattr(monitor, "own_bytes", lambda pid: 700)
-    found = [FakeProcess(connected(1)[0]) for _ in range(3 * monitor._OWN_PER_ROUND)]
-    for process in found:
-        process.connection.submit(Kind.RUN, b"work")
-    watching = EngineMonitor(lambda: cast(list[EngineProcess], found), 0, 0, EngineTimes(memory_period_s=0.01))
-    task = asyncio.create_task(watching.run())
-    assert await _within(3, lambda: [process.own_bytes for process in found] == [700] * len(found))
-    task.cancel()
-    await asyncio.wait([task])
-
-
 async def test_arenas_do_not_count_and_other_shared_memory_does(watched: Watched) -> None:
     arenas, shared = Arenas.make()
     fill = "import mmap, sys; kept = mmap.mmap(int(sys.argv[1]), 100_000_000); kept.write(b'a' * 100_000_000)"
