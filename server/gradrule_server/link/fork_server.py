@@ -28,8 +28,7 @@ from gradrule_server.recovery.endings import end_from_exit, fatal_message
 
 _log = logging.getLogger(__name__)
 
-# Of stderr: bytes that are read at a time, and of a line that are kept.
-_CHUNK_BYTES = 64 * 1024
+# Bytes of a line of stderr that are kept.
 _MAX_LINE_BYTES = 4 * 1024
 # TensorFlow logs at severity INFO while it is imported, regardless of its settings.
 _INFORMATION = re.compile(r"I\d{4} [\d:.]+ |WARNING: All log messages before absl::InitializeLog")
@@ -128,41 +127,6 @@ def _parse_answer(answer: bytes) -> int:
     return pid
 
 
-class LineSplitter:
-    """Splits a stream of bytes into lines. What exceeds `limit` bytes of a line is dropped."""
-
-    def __init__(self, limit: int = _MAX_LINE_BYTES) -> None:
-        self._limit = limit
-        self._current = b""
-        self._dropped = 0
-
-    def feed(self, chunk: bytes) -> list[str]:
-        """Returns the lines that end within the chunk."""
-        *complete, rest = chunk.split(b"\n")
-        lines = []
-        for part in complete:
-            self._add(part)
-            lines.append(self._take())
-        self._add(rest)
-        return lines
-
-    def end(self) -> list[str]:
-        """Returns the last line, if it has no line break."""
-        return [self._take()] if self._current else []
-
-    def _add(self, part: bytes) -> None:
-        kept = part[: self._limit - len(self._current)]
-        self._current += kept
-        self._dropped += len(part) - len(kept)
-
-    def _take(self) -> str:
-        text = self._current.decode(errors="replace").rstrip()
-        if self._dropped:
-            text += f"… ({self._dropped} bytes more)"
-        self._current, self._dropped = b"", 0
-        return text
-
-
 @dataclass(slots=True)
 class FatalMessage:
     """The first fatal error that an engine logged; `text` is empty if there was none."""
@@ -180,17 +144,23 @@ async def log_stderr(stream: asyncio.StreamReader, name: str, fatal: FatalMessag
 
     fatal: Receives the first fatal error.
     """
-    lines = LineSplitter()
+    is_rest = False
+    while line := await _read_line(stream):
+        text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
+        if not is_rest:
+            fatal.check_line(text)
+            _log.log(logging.DEBUG if _INFORMATION.match(text) else logging.INFO, "%s: %s", name, text)
+        is_rest = not line.endswith(b"\n")
 
-    def log(line: str) -> None:
-        fatal.check_line(line)
-        _log.log(logging.DEBUG if _INFORMATION.match(line) else logging.INFO, "%s: %s", name, line)
 
-    while chunk := await stream.read(_CHUNK_BYTES):
-        for line in lines.feed(chunk):
-            log(line)
-    for line in lines.end():
-        log(line)
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """Returns the next line, or the next part of one that is too long; nothing at the end."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as end:
+        return end.partial
+    except asyncio.LimitOverrunError as overrun:
+        return await stream.read(overrun.consumed)
 
 
 class ForkServerEnded(Exception):

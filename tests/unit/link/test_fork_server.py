@@ -7,21 +7,21 @@ import logging
 
 import pytest
 
-from gradrule_server.link.fork_server import FatalMessage, LineSplitter, log_stderr
+from gradrule_server.link.fork_server import FatalMessage, log_stderr
 
 
-def test_lines_that_arrive_in_pieces() -> None:
-    lines = LineSplitter()
-    assert lines.feed(b"one\ntw") == ["one"]
-    assert lines.feed(b"o\n\nth") == ["two", ""]
-    assert lines.end() == ["th"]
-    assert lines.end() == []
-
-
-def test_a_long_line_is_cut_and_counted() -> None:
-    lines = LineSplitter(limit=4)
-    assert lines.feed(b"abcdef") == []
-    assert lines.feed(b"gh\nnext\n") == ["abcd… (4 bytes more)", "next"]
+async def test_lines_that_arrive_in_pieces(caplog: pytest.LogCaptureFixture) -> None:
+    stream = asyncio.StreamReader()
+    with caplog.at_level(logging.INFO):
+        logging_lines = asyncio.create_task(log_stderr(stream, "engine 7", FatalMessage()))
+        for piece in (b"one\ntw", b"o\n\nth"):
+            stream.feed_data(piece)
+            await asyncio.sleep(0)
+        stream.feed_eof()
+        await logging_lines
+    assert [record.getMessage() for record in caplog.records] == [
+        f"engine 7: {line}" for line in ("one", "two", "", "th")
+    ]
 
 
 async def test_reading_goes_on_behind_a_line_that_no_reader_of_lines_takes(caplog: pytest.LogCaptureFixture) -> None:
