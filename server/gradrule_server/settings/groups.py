@@ -221,7 +221,7 @@ class Engines(SettingsGroup):
     quarantine_s: float = Field(
         60.0,
         ge=0,
-        description="Time for which a program that crashed two engines is refused, seconds; 0 disables.",
+        description="Time for which a program that crashed an engine is refused, seconds; 0 disables.",
     )
     program_cache: PositiveInt = Field(256, description="Maximum number of programs that an engine keeps loaded.")
     program_cache_bytes: ByteSize = Field(
