@@ -320,7 +320,7 @@ class OpNotAllowedError(GradruleError):
 
 
 class QuarantinedError(GradruleError):
-    """The graph crashed two engines; the message says how. Change the graph, or retry after `retry_delay`."""
+    """The graph crashed an engine; the message says how. Change the graph, or retry after `retry_delay`."""
 
 
 class MemoryExceededError(GradruleError):

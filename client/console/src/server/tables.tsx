@@ -105,7 +105,7 @@ export function Quarantine({ status }: { status: ServerStatus }) {
       note={
         programs.length
           ? `They ended engines, so the server refuses them for some time.${(status.quarantinedProgramCount ?? 0) > programs.length ? ` ${programs.length} of ${status.quarantinedProgramCount} are shown.` : ""}`
-          : "None. The server refuses a program for some time after it ended two engines."
+          : "None. The server refuses a program for some time after it ended an engine."
       }
       columns={["Program digest", "Reason", "#Refused for"]}
       rows={programs.map((program) => [

@@ -150,8 +150,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     message names the category [PERMISSION_DENIED].
     """
     ERROR_REASON_QUARANTINED: _ErrorReason.ValueType  # 55
-    """The graph ended two engines, so the server does not run it until the RetryInfo's delay has passed; the message says how the
-    engines ended [FAILED_PRECONDITION].
+    """The graph ended an engine, so the server does not run it until the RetryInfo's delay has passed; the message says how the
+    engine ended [FAILED_PRECONDITION].
     """
     ERROR_REASON_MEMORY_EXCEEDED: _ErrorReason.ValueType  # 56
     """The program needs more memory than an engine may use; the message has the amount if it is known
@@ -284,8 +284,8 @@ ERROR_REASON_OP_NOT_ALLOWED: ErrorReason.ValueType  # 54
 message names the category [PERMISSION_DENIED].
 """
 ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 55
-"""The graph ended two engines, so the server does not run it until the RetryInfo's delay has passed; the message says how the
-engines ended [FAILED_PRECONDITION].
+"""The graph ended an engine, so the server does not run it until the RetryInfo's delay has passed; the message says how the
+engine ended [FAILED_PRECONDITION].
 """
 ERROR_REASON_MEMORY_EXCEEDED: ErrorReason.ValueType  # 56
 """The program needs more memory than an engine may use; the message has the amount if it is known

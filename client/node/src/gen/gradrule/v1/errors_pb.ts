@@ -417,8 +417,8 @@ export enum ErrorReason {
   OP_NOT_ALLOWED = 54,
 
   /**
-   * The graph ended two engines, so the server does not run it until the RetryInfo's delay has passed; the message says how the
-   * engines ended [FAILED_PRECONDITION].
+   * The graph ended an engine, so the server does not run it until the RetryInfo's delay has passed; the message says how the
+   * engine ended [FAILED_PRECONDITION].
    *
    * @generated from enum value: ERROR_REASON_QUARANTINED = 55;
    */
