@@ -275,8 +275,7 @@ class Spares:
         self._fork_server = ForkServer()
         self._count = count
         self._ready: deque[EngineProcess] = deque()
-        self._requests: deque[asyncio.Future[EngineProcess]] = deque()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._filling: asyncio.Task[None] | None = None
         self._all: set[EngineProcess] = set()
         self._has_first = False
         self._is_stopped = False
@@ -308,48 +307,19 @@ class Spares:
         return process
 
     async def take(self) -> EngineProcess:
-        """Waits for a ready process. Raises `EngineRefused` if the very first process cannot start."""
+        """Returns a ready process, or starts one. Raises `EngineRefused` if the very first process cannot start."""
         process = self.take_now()
-        if process is not None:
-            return process
-        requested: asyncio.Future[EngineProcess] = asyncio.get_running_loop().create_future()
-        self._requests.append(requested)
-        self._fill()
-        try:
-            return await requested
-        except asyncio.CancelledError:
-            if requested.done() and not requested.cancelled() and requested.exception() is None:
-                self._offer(requested.result())
-            raise
-        finally:
-            if requested in self._requests:
-                self._requests.remove(requested)
-
-    def _offer(self, process: EngineProcess) -> None:
-        """Gives an unused process to the first task that waits, or keeps it ready."""
-        if self._is_stopped or process.connection.is_closed:
-            process.kill()
-            return
-        while self._requests:
-            requested = self._requests.popleft()
-            if not requested.done():
-                requested.set_result(process)
-                return
-        if len(self._ready) >= self._count:
-            process.connection.close()
-            return
-        self._ready.append(process)
-        process.connection.on_lost = self._on_spare_lost(process)
+        if process is None:
+            process = await self._start()
+            self._fill()
+        return process
 
     async def stop(self) -> None:
         """Ends all processes and the fork server."""
         self._is_stopped = True
-        for requested in self._requests:
-            requested.cancel()
-        for task in self._starting:
-            task.cancel()
-        if self._starting:
-            await asyncio.wait(self._starting)
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.wait({self._filling})
         ready, self._ready = list(self._ready), deque()
         await asyncio.gather(*(process.stop() for process in ready))
         left = list(self._all)
@@ -371,43 +341,43 @@ class Spares:
         self._all = {process for process in self._all if not process.has_ended}
 
     def _fill(self) -> None:
-        """Starts all requested processes at once, and spare ones one at a time once the first process is up."""
-        if self._is_stopped:
-            return
-        requested = sum(not item.done() for item in self._requests)
-        reserve = min(1, max(0, self._count - len(self._ready))) if self._has_first else 0
-        while len(self._starting) < (requested or reserve):
-            task = asyncio.create_task(self._start(), name="engine-start")
-            self._starting.add(task)
-            task.add_done_callback(self._started)
+        """Starts spare processes one at a time, unless there are enough."""
+        is_filling = self._filling is not None and not self._filling.done()
+        if not (self._is_stopped or is_filling) and len(self._ready) < self._count:
+            self._filling = asyncio.create_task(self._add_spares(), name="engine-start")
 
-    def _started(self, task: asyncio.Task[None]) -> None:
-        self._starting.discard(task)
-        self._fill()
-
-    async def _start(self) -> None:
-        try:
-            process = await start_process(self._options, self._fork_server)
-            self._forget_ended()
-            self._all.add(process)
-            try:
-                greeting = await process.greet(self._times.greeting_s)
-            except BaseException:
+    async def _add_spares(self) -> None:
+        while len(self._ready) < self._count:
+            process = await self._start()
+            process.connection.on_lost = self._on_spare_lost(process)
+            if process.connection.is_closed:
                 process.kill()
-                process.connection.close()
-                raise
-        except Exception as cause:
-            if not self._has_first:
-                # No process ever ran: the start of the server fails with this error.
-                for requested in self._requests:
-                    if not requested.done():
-                        requested.set_exception(cause)
-                return
-            # Whatever the cause (no memory, no file descriptors), a server without engines must keep trying.
-            _log.error("an engine cannot be started: %s", cause, exc_info=not isinstance(cause, EngineRefused))
-            await asyncio.sleep(self._times.retry_delay_s)
-            return
-        _log.info("engine %d is ready", process.pid)
-        self.greeting = greeting
-        self._has_first = True
-        self._offer(process)
+            else:
+                self._ready.append(process)
+
+    async def _start(self) -> EngineProcess:
+        """Starts a process. Tries again until that works, unless no process ever ran; then raises `EngineRefused`."""
+        while True:
+            try:
+                process = await start_process(self._options, self._fork_server)
+                self._forget_ended()
+                self._all.add(process)
+                try:
+                    greeting = await process.greet(self._times.greeting_s)
+                    if self._is_stopped:
+                        raise EngineRefused("the server has stopped")
+                except BaseException:
+                    process.kill()
+                    process.connection.close()
+                    raise
+            except Exception as cause:
+                if self._is_stopped or not self._has_first:
+                    # Where no process ever ran, the start of the server fails with this error.
+                    raise
+                # Whatever the cause (no memory, no file descriptors), a server without engines must keep trying.
+                _log.error("an engine cannot be started: %s", cause, exc_info=not isinstance(cause, EngineRefused))
+                await asyncio.sleep(self._times.retry_delay_s)
+            else:
+                _log.info("engine %d is ready", process.pid)
+                self.greeting, self._has_first = greeting, True
+                return process
