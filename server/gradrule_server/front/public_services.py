@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
@@ -43,10 +43,6 @@ _MAX_REFLECTION_STREAMS = 256, 64, 16
 _NEXT_REFLECTION_REQUEST_S = 60.0
 
 
-class Evicted(Exception):
-    """A call that waited for its message was ended to make room for another call."""
-
-
 class _Waiting:
     """A message that is being read; `ended` is set to make room for another one."""
 
@@ -70,9 +66,11 @@ class SmallReads:
         self._waiting: dict[_Waiting, None] = {}
 
     async def read(self, context: Context, seconds: float = _REQUEST_S) -> bytes | None:
-        """Returns the next message, or None at the end of the call. Raises `TimeoutError` and `Evicted`.
+        """Returns the next message, or None at the end of the call.
 
-        An abandoned read continues until the call ends, since gRPC would lose the message of a cancelled read.
+        Ends the call with RESOURCE_EXHAUSTED if another call needs its room, and with DEADLINE_EXCEEDED if no message
+        comes in time. An abandoned read continues until the call ends, since gRPC would lose the message of a
+        cancelled read.
         """
         connection = self._connections.get(context.peer())
         self._make_room(connection)
@@ -86,7 +84,9 @@ class SmallReads:
         finally:
             del self._waiting[mine]
         if not reading.done():
-            raise Evicted if mine.ended.done() else TimeoutError
+            if mine.ended.done():
+                await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests are being read; try again")
+            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came within {seconds:g} s")
         raw = reading.result()
         return None if raw is grpc.aio.EOF else cast(bytes, raw)
 
@@ -194,11 +194,12 @@ class Health:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Returns the gRPC service. Its methods are declared as streams, whose requests gRPC reads only when asked."""
-        return _HealthService(
+        return grpc.method_handlers_generic_handler(
+            health.SERVICE_NAME,
             {
-                f"/{health.SERVICE_NAME}/Check": grpc.stream_unary_rpc_method_handler(self._check),
-                f"/{health.SERVICE_NAME}/Watch": grpc.stream_stream_rpc_method_handler(self._watch),
-            }
+                "Check": grpc.stream_unary_rpc_method_handler(self._check),
+                "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
+            },
         )
 
     def _notify(self) -> None:
@@ -238,30 +239,14 @@ class Health:
                 await changed.wait()
 
     async def _read_service_name(self, context: Context) -> str:
-        try:
-            raw = await self._reads.read(context, self._request_s)
-        except Evicted:
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests are being read; try again")
-        except TimeoutError:
-            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come in time")
+        raw = await self._reads.read(context, self._request_s)
         try:
             return health_pb2.HealthCheckRequest.FromString(raw or b"").service
         except DecodeError:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the bytes are no request")
 
 
-class _HealthService(grpc.GenericRpcHandler):
-    def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]) -> None:
-        self._handlers = handlers
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        return self._handlers.get(handler_call_details.method)
-
-
-_REFLECTION_METHOD = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
-
-
-class Reflection(grpc.GenericRpcHandler):
+class Reflection:
     """The reflection service.
 
     Args:
@@ -276,10 +261,12 @@ class Reflection(grpc.GenericRpcHandler):
         self._reads = SmallReads(connections)
         self._open = OpenCalls(*_MAX_REFLECTION_STREAMS)
         self._request_s = request_s
-        self._handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serve)
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        return self._handler if handler_call_details.method == _REFLECTION_METHOD else None
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Returns the gRPC service."""
+        return grpc.method_handlers_generic_handler(
+            reflection.SERVICE_NAME, {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(self._serve)}
+        )
 
     async def _serve(self, _: AsyncIterator[bytes], context: Context) -> None:
         connection = self._connections.get(context.peer())
@@ -287,18 +274,10 @@ class Reflection(grpc.GenericRpcHandler):
             if not has_room:
                 await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many reflection streams are open")
             seconds = self._request_s
-            while (raw := await self._next(context, seconds)) is not None:
+            while (raw := await self._reads.read(context, seconds)) is not None:
                 async for answer in self._servicer.ServerReflectionInfo(_only(await _parse(raw, context)), context):
                     await write(context, answer.SerializeToString(), _STALL_S)
                 seconds = _NEXT_REFLECTION_REQUEST_S
-
-    async def _next(self, context: Context, seconds: float) -> bytes | None:
-        try:
-            return await self._reads.read(context, seconds)
-        except Evicted:
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests are being read; try again")
-        except TimeoutError:
-            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came within {seconds:g} s")
 
 
 async def _parse(raw: bytes, context: Context) -> ServerReflectionRequest:

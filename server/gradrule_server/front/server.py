@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from gradrule.v1 import admin_pb2
+from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.public_services import NOT_SERVING, SERVING, Health, Reflection
 from gradrule_server.front.request_pipeline import RequestPipeline
@@ -36,7 +36,6 @@ from gradrule_server.front.services import (
     SessionServicer,
 )
 from gradrule_server.front.shared_memory import SharedMemoryServer
-from gradrule_server.identity.watched_file import WatchedFile
 from gradrule_server.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -70,11 +69,9 @@ class Certificates:
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._paths = certificate, key, client_ca
-        self._lock = threading.Lock()
+        self._warning = RepeatedWarning(_log)
         self._files = self._given = self._read()
-        # Certificate and key are renewed one after the other, so they are read again after any change.
-        self._watched = [WatchedFile(path, Path.read_bytes, OSError) for path in self._paths if path is not None]
-        self._seen = self._contents()
+        self._check(self._files)
 
     def credentials(self) -> grpc.ServerCredentials:
         """Returns gRPC credentials that ask for the current certificate whenever a client connects."""
@@ -85,61 +82,55 @@ class Certificates:
         )
 
     def refresh(self) -> None:
-        """Reads the files again if they have changed. Blocks."""
-        for file in self._watched:
-            file.refresh()
-        with self._lock:
-            contents = self._contents()
-            if contents == self._seen:
-                return
-            self._seen = contents
-            try:
-                self._files = self._read()
-            except CertificateError as cause:
-                _log.warning("%s; the previous certificate stays in use", cause)
-            else:
+        """Reads the files again, which are small. Blocks.
+
+        Certificate and key are renewed one after the other; until they fit each other the previous ones stay in use.
+        """
+        try:
+            files = self._read()
+            if files != self._files:
+                self._check(files)
+                self._files = files
                 _log.info("the certificate was read again")
+            self._warning.report(None)
+        except CertificateError as cause:
+            self._warning.report(f"{cause}; the previous certificate stays in use")
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
         """Returns the certificate if it has changed since gRPC's last call. Threads of gRPC call this."""
-        with self._lock:
-            if self._files == self._given:
-                return None
-            self._given = self._files
-            return _configuration(self._files)
-
-    def _contents(self) -> list[bytes]:
-        return [file.value() for file in self._watched]
+        files = self._files
+        if files is self._given:
+            return None
+        self._given = files
+        return _configuration(files)
 
     def _read(self) -> _Files:
         certificate, key, client_ca = self._paths
-        files = _Files(_read_file(certificate), _read_file(key), None if client_ca is None else _read_file(client_ca))
-        _check(files, certificate, key, client_ca)
-        return files
+        return _Files(_read_file(certificate), _read_file(key), None if client_ca is None else _read_file(client_ca))
+
+    def _check(self, files: _Files) -> None:
+        """Raises `CertificateError` for files that gRPC would accept silently although no client could connect."""
+        certificate, key, client_ca = self._paths
+        try:
+            chain = x509.load_pem_x509_certificates(files.chain)
+        except ValueError as cause:
+            raise CertificateError(f"{certificate} holds no certificate in PEM: {cause}") from cause
+        try:
+            private = load_pem_private_key(files.key, None)
+        except (ValueError, TypeError) as cause:
+            raise CertificateError(f"{key} holds no private key in PEM without a password: {cause}") from cause
+        form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+        if private.public_key().public_bytes(*form) != chain[0].public_key().public_bytes(*form):
+            raise CertificateError(f"{key} is not the key of the certificate in {certificate}")
+        if files.client_ca is not None:
+            try:
+                x509.load_pem_x509_certificates(files.client_ca)
+            except ValueError as cause:
+                raise CertificateError(f"{client_ca} holds no certificates of authorities in PEM: {cause}") from cause
 
 
 def _configuration(files: _Files) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(files.key, files.chain)], files.client_ca)
-
-
-def _check(files: _Files, certificate: Path, key: Path, client_ca: Path | None) -> None:
-    """Raises `CertificateError` for files that gRPC would accept silently although no client could connect."""
-    try:
-        chain = x509.load_pem_x509_certificates(files.chain)
-    except ValueError as cause:
-        raise CertificateError(f"{certificate} holds no certificate in PEM: {cause}") from cause
-    try:
-        private = load_pem_private_key(files.key, None)
-    except (ValueError, TypeError) as cause:
-        raise CertificateError(f"{key} holds no private key in PEM without a password: {cause}") from cause
-    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
-    if private.public_key().public_bytes(*form) != chain[0].public_key().public_bytes(*form):
-        raise CertificateError(f"{key} is not the key of the certificate in {certificate}")
-    if files.client_ca is not None:
-        try:
-            x509.load_pem_x509_certificates(files.client_ca)
-        except ValueError as cause:
-            raise CertificateError(f"{client_ca} holds no certificates of authorities in PEM: {cause}") from cause
 
 
 def _read_file(path: Path) -> bytes:
@@ -231,7 +222,7 @@ class GrpcServer:
             services.append(ADMIN_SERVICE)
         if with_reflection:
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            self._server.add_generic_rpc_handlers((Reflection(names, self._watch),))
+            self._server.add_generic_rpc_handlers((Reflection(names, self._watch).handler(),))
 
     async def start(self, address: str, certificates: Certificates | None) -> int:
         """Starts to serve, with TLS if there is a certificate. Returns the port. Raises `OSError` if it is in use."""

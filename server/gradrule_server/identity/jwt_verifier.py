@@ -5,12 +5,10 @@ Each key is used with one algorithm only (RS256, ES256 or EdDSA), so a token can
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +28,7 @@ _log = logging.getLogger(__name__)
 
 _LEEWAY_S = 10.0
 _MIN_RSA_BITS = 2048
-# For this time a token that was valid is not verified again.
-_CACHE_S = 60.0
+# Number of valid tokens that are not verified again.
 _CACHE_SIZE = 4096
 _MAX_TOKEN_LENGTH = 16 * 1024
 _MAX_KEY_ID_SHOWN = 80
@@ -45,6 +42,10 @@ _PublicKey: TypeAlias = RSAPublicKey | EllipticCurvePublicKey | Ed25519PublicKey
 
 class JwtKeyError(Exception):
     """A file of keys cannot be used; the message says which file and why."""
+
+
+class _InvalidTokenError(Exception):
+    """A token is not valid for this server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +92,18 @@ class JwtVerifier:
         self._audience = audience
         self._claim = claim
         self._admins = admins
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
+        # Exceptions are not cached, so invalid tokens take no room.
+        self._verify_cached = functools.lru_cache(_CACHE_SIZE)(self._verify)
 
     def find(self, text: str) -> Principal | None:
         """Returns the token's principal; None if the token is not valid for this server."""
         if text.count(".") != 2 or len(text) > _MAX_TOKEN_LENGTH:
             return None
-        digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-        now = time.monotonic()
-        with self._lock:
-            cached_until, cached = self._cache.get(digest, (0.0, None))
-        if cached is not None and now < cached_until:
-            return cached if self.is_still_valid(cached) else None
-        principal = self._verify(text)
-        if principal is not None:
-            with self._lock:
-                self._cache[digest] = (now + _CACHE_S, principal)
-                self._cache.move_to_end(digest)
-                while len(self._cache) > _CACHE_SIZE:
-                    self._cache.popitem(last=False)
-        return principal
+        try:
+            principal = self._verify_cached(text)
+        except _InvalidTokenError:
+            return None
+        return principal if self.is_still_valid(principal) else None
 
     def refresh(self) -> None:
         """Reads the files of keys that have changed. Blocks."""
@@ -124,11 +116,12 @@ class JwtVerifier:
             key.fingerprint == principal.signer for file in self._files for key in file.value()
         )
 
-    def _verify(self, text: str) -> Principal | None:
+    def _verify(self, text: str) -> Principal:
+        """Returns the token's principal. Raises `_InvalidTokenError` for a token that no key signed for this server."""
         try:
             header = jwt.get_unverified_header(text)
         except _MALFORMED:
-            return None
+            raise _InvalidTokenError from None
         algorithm, key_id = header.get("alg"), header.get("kid", "")
         for file in self._files:
             for key in file.value():
@@ -136,7 +129,7 @@ class JwtVerifier:
                     claims = self._verified_claims(text, key)
                     if claims is not None:
                         return self._principal(claims, key)
-        return None
+        raise _InvalidTokenError
 
     def _verified_claims(self, text: str, key: _Key) -> dict[str, Any] | None:
         """Returns the claims of a token that this key signed for this server; None for others."""
@@ -153,14 +146,14 @@ class JwtVerifier:
         except _MALFORMED:
             return None
 
-    def _principal(self, claims: dict[str, Any], key: _Key) -> Principal | None:
+    def _principal(self, claims: dict[str, Any], key: _Key) -> Principal:
         tenant = claims[self._claim]
         try:
             check_tenant(tenant if isinstance(tenant, str) else "")
         except ValueError:
-            return None
+            raise _InvalidTokenError from None
         if not all(_is_time(claims[name]) for name in ("exp", "nbf", "iat") if name in claims):
-            return None
+            raise _InvalidTokenError
         return Principal(tenant, tenant in self._admins, float(claims["exp"]) + _LEEWAY_S, signer=key.fingerprint)
 
 

@@ -78,7 +78,7 @@ class Settings(
         if preset is not None and (reason := preset.find_contradiction(settings, origins)):
             raise SettingsError(f"--for {purpose}: {reason}")
         if print_config:
-            sys.stdout.write(format_config(GROUPS, settings, origins, purpose or ""))
+            sys.stdout.write(format_config(GROUPS, settings, origins, str(purpose or "")))
             raise SystemExit(0)
         return settings
 

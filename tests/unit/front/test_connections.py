@@ -213,7 +213,7 @@ async def serving(limits: ConnectionLimits, check_every_s: float = 1.0) -> Async
 
     server.add_services(pipeline, SharedMemoryServer(FakeTenants(streams=100), 0), with_reflection=False)
     # The checks of connections must come before the timeout, however slow the machine is.
-    server._server.add_generic_rpc_handlers((Reflection((), watch, request_s=250),))
+    server._server.add_generic_rpc_handlers((Reflection((), watch, request_s=250).handler(),))
     server._server.add_generic_rpc_handlers((pipeline.create_service("s", streams={"m": swallow}),))
     port = await server.start("127.0.0.1:0", None)
     try:
