@@ -19,7 +19,7 @@ from tests.processes import engines
 from tests.waiting import wait_until
 
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 40.0
+STOP_TIMEOUT_S = 120.0
 
 _READY = re.compile(r"^gradrule: listening on (\S+)$", re.MULTILINE)
 

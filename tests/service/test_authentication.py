@@ -121,7 +121,7 @@ def test_large_request_without_credential_is_not_read(guarded: Guarded) -> None:
         with refused_raw("UNAUTHENTICATED"):
             # It exceeds the message limit: reading it would give another error.
             raw.send(channel, "GradientService/Evaluate", bytes(80 << 20))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
 
 
 def test_revoked_token_is_refused_and_ends_its_streams(guarded: Guarded) -> None:

@@ -79,7 +79,7 @@ def test_invalid_names_of_any_length_are_refused(channel: grpc.Channel, length: 
         rule_pb2_grpc.RuleServiceStub(channel).GetRule(rule_pb2.GetRuleRequest(name=name))
     with refused_raw("PROGRAM_NOT_FOUND"):
         program_pb2_grpc.ProgramServiceStub(channel).GetProgram(program_pb2.GetProgramRequest(name=name))
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("name", ["x:00", "x:01"])

@@ -219,10 +219,10 @@ def test_calls_on_the_engine_of_an_overrunning_call_are_run_again(server: Runnin
     p({"x": loop_graphs.ENDS})
     slow = client.compile(loop_graphs.counted(1_500_000), fetches=["y"])
     wanted = slow({"x": np.float32(3)}).outputs["y"]
+    pids = engines(server.process.pid)
     with futures.ThreadPoolExecutor() as pool:
         hangs = pool.submit(p.evaluate, {"x": loop_graphs.ENDLESS}, timeout=1.0)
         time.sleep(0.8)
-        pids = engines(server.process.pid)
         beside = [pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=60.0) for _ in range(3)]
         with refused("DEADLINE_EXCEEDED"):
             hangs.result()
@@ -239,7 +239,7 @@ def test_unreachable_server_is_reported(tmp_path_factory: pytest.TempPathFactory
     started = time.monotonic()
     with gr.connect(f"127.0.0.1:{port}") as client, refused("UNAVAILABLE") as refusal:
         client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"], timeout=5.0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert refusal.error.code is grpc.StatusCode.UNAVAILABLE
 
 

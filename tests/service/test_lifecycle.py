@@ -169,7 +169,7 @@ def test_calls_beside_an_endless_loop_are_answered(own: RunningServer) -> None:
 
     def hang(client: gr.Client) -> None:
         try:
-            client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=9.0)
+            client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=30.0)
         except gr.errors.GradruleError as caught:
             ends.append(caught.reason)
 
@@ -177,7 +177,7 @@ def test_calls_beside_an_endless_loop_are_answered(own: RunningServer) -> None:
         hanging = threading.Thread(target=hang, args=(client,))
         hanging.start()
         own.wait_for_running_calls(1)
-        r = client.evaluate(raw.sign_graph().SerializeToString(), feeds={"x": [3.0]}, fetches=["y"], timeout=7.0)
+        r = client.evaluate(raw.sign_graph().SerializeToString(), feeds={"x": [3.0]}, fetches=["y"], timeout=28.0)
         assert r.outputs["y"].tolist() == [1.0]
         hanging.join()
     assert ends == ["DEADLINE_EXCEEDED"]
@@ -186,18 +186,18 @@ def test_calls_beside_an_endless_loop_are_answered(own: RunningServer) -> None:
 
 def test_sigterm_lets_running_calls_finish(tmp_path: Path) -> None:
     """The server then exits with 0."""
-    with running_server(tmp_path) as running:
+    with running_server(tmp_path, ("--drain-s", "200")) as running:
         with gr.connect(running.target) as client:
             p = client.compile(loop_graphs.counted(1_000_000), fetches=["y"])
             answers: list[Any] = []
-            call = threading.Thread(target=lambda: answers.append(p.evaluate({"x": np.float32(3)}, timeout=30)))
+            call = threading.Thread(target=lambda: answers.append(p.evaluate({"x": np.float32(3)}, timeout=200)))
             call.start()
             running.wait_for_running_calls(1)
             engine = running.engine_pid()
             started = time.monotonic()
             assert running.terminate() == 0
             call.join()
-            assert time.monotonic() - started < 20
+            assert time.monotonic() - started < 150
         assert len(answers) == 1
         assert answers[0].outputs["y"] == 3
         assert engine is not None

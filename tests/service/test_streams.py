@@ -158,7 +158,7 @@ def test_unread_answers_do_not_accumulate(tmp_path: Path) -> None:
 
 def test_stopping_server_finishes_requests_and_ends_streams(tmp_path: Path) -> None:
     with (
-        running_server(tmp_path) as server,
+        running_server(tmp_path, ("--drain-s", "200")) as server,
         grpc.insecure_channel(server.target) as channel,
         open_stream(channel) as stream,
     ):
@@ -169,9 +169,9 @@ def test_stopping_server_finishes_requests_and_ends_streams(tmp_path: Path) -> N
         with pytest.raises(grpc.RpcError) as failure:
             stream.receive()
         assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert server.process.wait(30) == 0
-        # An idle stream must not use up the 20 s that requests have to finish.
-        assert time.monotonic() - started < 15.0
+        assert server.process.wait(150) == 0
+        # An idle stream must not use up the 200 s that requests have to finish.
+        assert time.monotonic() - started < 150
 
 
 def test_client_that_disconnects_leaves_nothing_running(tmp_path: Path) -> None:

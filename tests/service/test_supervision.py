@@ -280,7 +280,7 @@ def test_silent_engine_is_killed(supervised: RunningServer, own: Any) -> None:
     # Both get health checks; no request runs on them.
     wait_until(lambda: None if before & engine_pids(supervised) else True, "an end of both", 150)
     wait_until(lambda: "answered nothing for" in server_log(supervised) or None, "a line in the log")
-    assert own.evaluate(sign_graph(), feeds={"x": [2.0]}, fetches=["y"], timeout=60.0).outputs["y"].tolist() == [1.0]
+    assert own.evaluate(sign_graph(), feeds={"x": [2.0]}, fetches=["y"], timeout=150.0).outputs["y"].tolist() == [1.0]
 
 
 def _chain(count: int, op: Any = tf.sin) -> Any:

@@ -42,7 +42,7 @@ OnStream = Callable[[int, evaluate_pb2.StreamEvaluateRequest, Any], "bytes | Non
 class Answering(grpc.GenericRpcHandler):
     """Counts what comes. `on_stream` decides what becomes of a request on a stream; it may end the call."""
 
-    def __init__(self, max_message_bytes: int = -1, address: str = "localhost:0") -> None:
+    def __init__(self, max_message_bytes: int = -1, address: str = "127.0.0.1:0") -> None:
         self.alone = 0
         """Calls that came alone."""
         self.streams = 0
@@ -52,7 +52,9 @@ class Answering(grpc.GenericRpcHandler):
         """Released once for each stream that its client has ended."""
         self.on_stream: OnStream = lambda number, request, context: b""
         self._server = grpc.server(
-            futures.ThreadPoolExecutor(16), options=[("grpc.max_receive_message_length", max_message_bytes)]
+            futures.ThreadPoolExecutor(16),
+            # With SO_REUSEPORT, servers of other test processes may get a part of the connections to this port.
+            options=[("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)],
         )
         self._server.add_generic_rpc_handlers((self,))
         self.target = f"{address.rpartition(':')[0]}:{self._server.add_insecure_port(address)}"

@@ -119,11 +119,11 @@ def test_an_unreachable_server_is_unavailable() -> None:
 
 
 def test_a_server_that_never_answers() -> None:
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    port = server.add_insecure_port("localhost:0")
+    server = grpc.server(futures.ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
+    port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        with gr.connect(f"localhost:{port}", timeout=5) as client, pytest.raises(gr.errors.UnsupportedError):
+        with gr.connect(f"127.0.0.1:{port}", timeout=60) as client, pytest.raises(gr.errors.UnsupportedError):
             client.get_rule("ste")
     finally:
         server.stop(None).wait()

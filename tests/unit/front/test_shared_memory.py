@@ -91,7 +91,7 @@ def test_memory_counts_until_closed() -> None:
             with pytest.raises(GradruleError), memories.use(use, caller_of("b")):
                 pass
             connection.close()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while caller.tenant.quotas["shared_bytes"].used:
                     await asyncio.sleep(0)
             assert memory.is_closed
@@ -162,7 +162,7 @@ def test_keys_of_a_tenant_are_limited_and_closing_leaves_nothing() -> None:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -357,7 +357,7 @@ def test_connections_wait_until_a_thread_can_start(monkeypatch: pytest.MonkeyPat
                     await loop.sock_connect(connection, b"\0" + offer.address.encode())
                     await loop.sock_sendall(connection, offer.client_key)
                     await _until(lambda: bool(start.call_count))
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     assert await loop.sock_recv(connection, 100) == offer.server_key
 
     asyncio.run(run())

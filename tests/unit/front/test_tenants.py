@@ -120,7 +120,7 @@ async def test_compilations_of_an_unloaded_tenant_end(found: Tenants) -> None:
     for number in range(10):
         pass_by(found, await found.load(f"t{number}"))
     assert found.get_loaded("ada") is None
-    await asyncio.wait_for(cancelled.wait(), 10)
+    await asyncio.wait_for(cancelled.wait(), 60)
 
 
 @pytest.mark.usefixtures("trimming")

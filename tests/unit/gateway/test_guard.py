@@ -46,7 +46,7 @@ class Exchange:
         return self
 
     async def answer(self) -> tuple[int, Any]:
-        await asyncio.wait_for(self.task, 20)
+        await asyncio.wait_for(self.task, 60)
         text = b"".join(message.get("body", b"") for message in self.sent)
         return self.sent[0]["status"], json.loads(text) if text else None
 

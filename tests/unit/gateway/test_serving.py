@@ -99,7 +99,7 @@ async def test_slow_headers(port: int, sent: bytes, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(connections, "_HEADER_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
-    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()
 
 
@@ -109,7 +109,7 @@ async def test_slow_headers_of_the_second_request(port: int, monkeypatch: pytest
     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
     monkeypatch.setattr(connections, "_HEADER_S", 0.05)
     writer.write(b"GET / HT")
-    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()
 
 

@@ -190,7 +190,7 @@ class FakeEngine(Engine):
 
     async def next(self, kind: Kind, count: int = 1) -> bytes:
         """Waits for the `count`-th frame of a kind. Returns its payload."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.sent(kind)) < count:
                 await asyncio.sleep(0.001)
         return self.sent(kind)[count - 1]

@@ -10,6 +10,7 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineTimes
 from gradrule_server.recovery.endings import EngineEnd, EngineLost
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeRecorder
+from tests.waiting import wait_for_condition
 
 _QUICK = EngineTimes(overrun_grace_s=0.05)
 
@@ -29,8 +30,7 @@ async def test_a_call_cancelled_before_its_deadline_ends_the_engine_without_blam
     engine, recorder = FakeEngine(times=_QUICK), FakeRecorder()
     process = engine.fake
     await _give_up(engine, _in(60), recorder)
-    await asyncio.sleep(0.1)
-    assert process.is_killed
+    await wait_for_condition(lambda: process.is_killed)
     assert recorder.seconds == []
 
 
@@ -38,7 +38,7 @@ async def test_a_first_run_that_overruns_its_deadline_has_more_time() -> None:
     engine, recorder = FakeEngine(times=_QUICK), FakeRecorder()
     process, recorder.least_run_s = engine.fake, 0.3
     await _give_up(engine, _in(0.02), recorder)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not process.is_killed:
             await asyncio.sleep(0.001)
     assert recorder.seconds[0] >= 0.3
@@ -48,10 +48,9 @@ async def test_an_overrun_is_recorded_once_with_its_time() -> None:
     engine, recorder = FakeEngine(times=_QUICK), FakeRecorder()
     process = engine.fake
     await _give_up(engine, _in(0.02), recorder)
-    await asyncio.sleep(0.1)
-    assert process.is_killed
+    await wait_for_condition(lambda: process.is_killed and recorder.seconds)
     (seconds,) = recorder.seconds
-    assert 0.05 <= seconds < 1
+    assert 0.05 <= seconds < 60
     assert recorder.taken == []
 
 
@@ -69,7 +68,7 @@ async def test_an_abandoned_call_that_ends_in_time_is_recorded_as_completed() ->
 async def _end(engine: FakeEngine) -> None:
     if engine.is_ready:
         engine.fake.die(CRASH)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not engine.last_end:
             await asyncio.sleep(0.001)
 
@@ -116,7 +115,7 @@ async def test_a_cancelled_call_beside_a_session_ends_the_engine_only_at_its_dea
     engine.add_kept(engine.generation, 1)
     await _give_up(engine, ends_at, FakeRecorder())
     assert engine.is_doomed
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not process.is_killed:
             await asyncio.sleep(0.01)
     assert _in(0) >= ends_at

@@ -288,7 +288,7 @@ async def test_an_engine_that_has_no_memory_for_a_run_tells_all_its_requests_and
     connection.data_received(pack_header(Kind.FAULT, run, len(refused)) + refused)
     assert await works[1].answer == b"b"
     with pytest.raises(GradruleError, match="no memory is left"):
-        await asyncio.wait_for(works[2].answer, 10)
+        await asyncio.wait_for(works[2].answer, 60)
     # They are tried once more: nothing is known against the program.
     assert frames(transport)[2:] == [[b"d", b"e"]]
 
@@ -311,7 +311,7 @@ class BatchEngine(FakeEngine):
 
 
 async def until_killed(process: FakeProcess) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not process.is_killed:
             await asyncio.sleep(0.005)
 

@@ -40,7 +40,7 @@ def _pool(engines: int = 1, spares: int = 1, times: EngineTimes = _TIMES, **word
 
 
 async def _until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -57,7 +57,7 @@ class Task:
                 await asyncio.gather(call, over, return_exceptions=True)
 
     async def started(self) -> Engine:
-        return await asyncio.wait_for(asyncio.shield(self.worker), 10)
+        return await asyncio.wait_for(asyncio.shield(self.worker), 60)
 
     async def cancel(self) -> None:
         self.running.cancel()
@@ -113,7 +113,7 @@ async def test_a_worker_without_a_caller_is_ended_and_the_next_task_gets_another
         lost = await task.started()
         pid = lost.pid
         await task.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while among.busy:
                 await asyncio.sleep(0.001)
         (process,) = [process for process in starter.started if process.pid == pid]
@@ -163,7 +163,7 @@ async def test_an_idle_worker_of_another_tenant_makes_room(starter: Starter) -> 
 async def test_a_worker_that_is_idle_ends(starter: Starter) -> None:
     async with made(idle_s=0.02) as among:
         await finished(among, starter, "ada")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while among.workers or not starter.started[0].is_killed:
                 await asyncio.sleep(0.001)
 

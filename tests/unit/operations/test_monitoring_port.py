@@ -57,7 +57,7 @@ async def ask(port: int, request: bytes) -> tuple[str, str, str]:
     """Status line, head and body of an answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
-    answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+    answer = (await asyncio.wait_for(reader.read(), 60)).decode()
     writer.close()
     head, _, body = answer.partition("\r\n\r\n")
     status, _, rest = head.partition("\r\n")
@@ -116,7 +116,7 @@ async def test_silent_connections_keep_no_probe_out(page: Served) -> None:
     assert (await ask(page.port, b"GET /livez HTTP/1.1\r\n\r\n"))[0].endswith("200 OK")
     # The oldest ones were closed to make room.
     oldest, _ = silent[0]
-    assert await asyncio.wait_for(oldest.read(), 5) == b""
+    assert await asyncio.wait_for(oldest.read(), 60) == b""
     youngest, _ = silent[-1]
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(youngest.read(), 0.05)

@@ -161,7 +161,7 @@ async def test_cancelled_deletion_is_completed(store: Store, monkeypatch: pytest
             await asyncio.sleep(0.001)
 
     with pytest.raises(GradruleError, match="PROGRAM_NOT_FOUND"):
-        await asyncio.wait_for(find_until_refused(), 10)
+        await asyncio.wait_for(find_until_refused(), 60)
 
 
 async def test_program_deleted_while_it_is_stored_is_not_cached(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

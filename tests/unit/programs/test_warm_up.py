@@ -71,7 +71,7 @@ class Server:
 
         self.warm_up._record = record_and_tell  # type: ignore[method-assign]
         self.warm_up.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await recorded.wait()
 
 
