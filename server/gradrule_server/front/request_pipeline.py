@@ -297,7 +297,7 @@ class RequestPipeline:
     ) -> Message | bytes:
         parsed = await self.parse(request_type, raw, caller)
         answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
-        record_registration(request.rpc, parsed, answer)
+        record_registration(parsed, answer)
         return answer
 
     async def _identify(self, known: Principal | None, context: Context, request: RequestRecord) -> Caller:
@@ -376,7 +376,7 @@ class RequestPipeline:
 
                     async def run(_: float) -> Message | bytes:
                         response = await method(Upload(messages(), caller.tenant))
-                        record_registration(rpc, request_type(), response)
+                        record_registration(request_type(), response)
                         return response
 
                     answer = await self.run(caller, run, context.time_remaining(), 0)

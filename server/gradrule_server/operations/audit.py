@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from os import O_APPEND, O_CREAT, O_WRONLY, SEEK_END
@@ -163,49 +162,25 @@ class AuditLog:
         LOGGER.info(message, extra=fields(event=event, **{name: text for name, text in (what | who).items() if text}))
 
 
-def record_registration(rpc: str, request: Message, answer: object) -> None:
+def record_registration(request: Message, answer: object) -> None:
     """Records what a successful RPC has created or deleted, if it does so."""
-    read_registration = _REGISTRATIONS.get(rpc)
     record = current()
-    if read_registration is not None and record is not None:
-        record.registration = read_registration(request, answer)
+    if record is not None:
+        record.registration = _registration(request, answer)
 
 
-def _rule_created(_: Message, answer: object) -> Registration | None:
-    assert isinstance(answer, rule_pb2.CreateRuleResponse)
-    return Registration("create", "rule", answer.rule.name, answer.rule.digest)
-
-
-def _rule_deleted(request: Message, _: object) -> Registration | None:
-    assert isinstance(request, rule_pb2.DeleteRuleRequest)
-    return Registration("delete", "rule", _full("rules", request.name))
-
-
-def _program_compiled(_: Message, answer: object) -> Registration | None:
-    if not isinstance(answer, program_pb2.CompileProgramResponse) or not answer.program.name:
-        # The program was only validated.
-        return None
-    return Registration("create", "program", answer.program.name, answer.program.digests.program)
-
-
-def _program_deleted(request: Message, _: object) -> Registration | None:
-    assert isinstance(request, program_pb2.DeleteProgramRequest)
-    return Registration("delete", "program", _full("programs", request.name))
-
-
-def _blob_uploaded(_: Message, answer: object) -> Registration | None:
-    assert isinstance(answer, blob_pb2.UploadBlobResponse)
-    return Registration("create", "blob", answer.sha256, answer.sha256)
-
-
-def _full(collection: str, name: str) -> str:
-    return name if name.startswith(f"{collection}/") else f"{collection}/{name}"
-
-
-_REGISTRATIONS: dict[str, Callable[[Message, object], Registration | None]] = {
-    "RuleService/CreateRule": _rule_created,
-    "RuleService/DeleteRule": _rule_deleted,
-    "ProgramService/CompileProgram": _program_compiled,
-    "ProgramService/DeleteProgram": _program_deleted,
-    "BlobService/UploadBlob": _blob_uploaded,
-}
+def _registration(request: Message, answer: object) -> Registration | None:
+    match answer:
+        case rule_pb2.CreateRuleResponse(rule=rule):
+            return Registration("create", "rule", rule.name, rule.digest)
+        # Without a name, the program was only validated.
+        case program_pb2.CompileProgramResponse(program=program) if program.name:
+            return Registration("create", "program", program.name, program.digests.program)
+        case blob_pb2.UploadBlobResponse(sha256=name):
+            return Registration("create", "blob", name, name)
+    match request:
+        case rule_pb2.DeleteRuleRequest(name=name):
+            return Registration("delete", "rule", f"rules/{name.removeprefix('rules/')}")
+        case program_pb2.DeleteProgramRequest(name=name):
+            return Registration("delete", "program", f"programs/{name.removeprefix('programs/')}")
+    return None

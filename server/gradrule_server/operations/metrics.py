@@ -7,7 +7,8 @@ a limited number of tenants; the others are counted as `other`.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -143,13 +144,10 @@ class Metrics(Collector):
         usages = sources.tenants()
         labels = [self.tenants.label(tenant.name) for tenant in usages]
         for resource in REPORTED_RESOURCES:
-            family = GaugeMetricFamily(f"gradrule_{resource.gauge}", resource.description, labels=["tenant"])
-            sums = dict.fromkeys(labels, 0)
+            used: collections.Counter[tuple[str, ...]] = collections.Counter()
             for label, tenant in zip(labels, usages, strict=True):
-                sums[label] += tenant.used[resource.name]
-            for label, used in sums.items():
-                family.add_metric([label], used)
-            yield family
+                used[(label,)] += tenant.used[resource.name]
+            yield _family(GaugeMetricFamily, resource.gauge, resource.description, ("tenant",), used)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"gradrule_{name}", text, labels, registry=self.registry)
@@ -161,36 +159,23 @@ class Metrics(Collector):
 def _engines(sources: Sources) -> Iterator[Metric]:
     engines, found = sources.engines, sources.engines.status()
     for name, (text, value_of) in _ENGINE_GAUGES.items():
-        family = GaugeMetricFamily(f"gradrule_{name}", text, labels=["engine", "device"])
-        for engine in found:
-            family.add_metric([str(engine.index), engine.device], value_of(engine))
-        yield family
+        rows = {(str(engine.index), engine.device): value_of(engine) for engine in found}
+        yield _family(GaugeMetricFamily, name, text, ("engine", "device"), rows)
     text = "Engines by what uses them: programs, sessions, handles (forward handles), or none."
-    holders = GaugeMetricFamily("gradrule_engines", text, labels=["holder"])
-    held = collections.Counter(engine.holder for engine in found)
-    for holder in ("programs", "sessions", "handles", "none"):
-        holders.add_metric([holder], held[holder])
-    yield holders
-    restarts = CounterMetricFamily(
-        "gradrule_engine_restarts", "Engines that ended unexpectedly.", labels=["engine", "reason"]
-    )
-    for index, counts in engines.ended.items():
-        for reason, count in counts.items():
-            restarts.add_metric([str(index), reason], count)
-    yield restarts
-    evictions = CounterMetricFamily(
-        "gradrule_engine_evictions", "Engines that were taken from their tenants.", labels=["reason"]
-    )
-    for reason in ("turn", "memory", "idle"):
-        evictions.add_metric([reason], engines.evictions.get(reason, 0))
-    yield evictions
-    helpers = CounterMetricFamily(
-        "gradrule_helper_restarts", "Helper processes that ended unexpectedly.", labels=["helper", "reason"]
-    )
-    for helper, ends in {**engines.helper_ends, "gateway": sources.gateway_ends}.items():
-        for reason, count in ends.items():
-            helpers.add_metric([helper, reason], count)
-    yield helpers
+    held = dict.fromkeys((("programs",), ("sessions",), ("handles",), ("none",)), 0)
+    for engine in found:
+        held[(engine.holder,)] += 1
+    yield _family(GaugeMetricFamily, "engines", text, ("holder",), held)
+    text = "Engines that ended unexpectedly."
+    ends = {(str(index), reason): count for index, ends in engines.ended.items() for reason, count in ends.items()}
+    yield _family(CounterMetricFamily, "engine_restarts", text, ("engine", "reason"), ends)
+    text = "Engines that were taken from their tenants."
+    evictions = {(reason,): engines.evictions.get(reason, 0) for reason in ("turn", "memory", "idle")}
+    yield _family(CounterMetricFamily, "engine_evictions", text, ("reason",), evictions)
+    text = "Helper processes that ended unexpectedly."
+    helpers = {**engines.helper_ends, "gateway": sources.gateway_ends}
+    ends = {(helper, reason): count for helper, ends in helpers.items() for reason, count in ends.items()}
+    yield _family(CounterMetricFamily, "helper_restarts", text, ("helper", "reason"), ends)
     yield _gauge("engine_spares", "Engines that are ready to replace another one.", engines.spares_ready)
     yield _gauge("engines_limit", "Most engines of all tenants.", engines.max_engines)
     yield _gauge("engines_memory_bytes", "Memory of all engines and compile workers.", engines.used_bytes)
@@ -204,17 +189,14 @@ def _engines(sources: Sources) -> Iterator[Metric]:
 
 
 def _caches(sources: Sources) -> Iterator[Metric]:
-    entries = GaugeMetricFamily("gradrule_cache_entries", "Entries of the cache.", labels=["cache"])
-    held_bytes = GaugeMetricFamily("gradrule_cache_bytes", "Approximate memory of the cache.", labels=["cache"])
-    evictions = CounterMetricFamily(
-        "gradrule_cache_evictions", "Programs that the cache dropped.", labels=["cache", "reason"]
-    )
-    for cache in sources.caches():
-        entries.add_metric([cache.name], cache.entries)
-        held_bytes.add_metric([cache.name], cache.held_bytes)
-        for reason, count in cache.evictions.items():
-            evictions.add_metric([cache.name, reason], count)
-    yield from (entries, held_bytes, evictions)
+    caches = sources.caches()
+    entries = {(cache.name,): cache.entries for cache in caches}
+    yield _family(GaugeMetricFamily, "cache_entries", "Entries of the cache.", ("cache",), entries)
+    held = {(cache.name,): cache.held_bytes for cache in caches}
+    yield _family(GaugeMetricFamily, "cache_bytes", "Approximate memory of the cache.", ("cache",), held)
+    evictions = {(cache.name, reason): count for cache in caches for reason, count in cache.evictions.items()}
+    text = "Programs that the cache dropped."
+    yield _family(CounterMetricFamily, "cache_evictions", text, ("cache", "reason"), evictions)
     blobs = sources.blob_cache()
     for name, text, value in (
         ("hits", "Blobs that calls needed and that were in the cache.", blobs.hits),
@@ -233,6 +215,20 @@ def _server(sources: Sources) -> Iterator[Metric]:
     yield _gauge("quarantined_programs", "Programs in quarantine.", len(sources.quarantines()))
     text = "1 if the database of rules and programs could be used last, 0 if not."
     yield _gauge("registry_available", text, not sources.registry().problem)
+
+
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    rows: Mapping[Any, float],
+) -> Metric:
+    """Returns a metric with a value for each tuple of values of its labels."""
+    family = kind(f"gradrule_{name}", text, labels=labels)
+    for values, value in rows.items():
+        family.add_metric(values, value)
+    return family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -39,7 +39,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def answered(rpc: str, request: Any, answer: Any, log: AuditLog) -> None:
-    make(log, rpc=rpc, tenant="ada", within=lambda _: record_registration(rpc, request, answer))
+    make(log, rpc=rpc, tenant="ada", within=lambda _: record_registration(request, answer))
 
 
 RULE = rule_pb2.Rule(name="rules/Q", digest="d1")
@@ -154,7 +154,7 @@ def test_rate_of_registration_lines_is_limited(file: Path) -> None:
     def register(tenant: str, times: int) -> list[str]:
         before = len(lines(file))
         for _ in range(times):
-            make(log, rpc=rpc, tenant=tenant, within=lambda _: record_registration(rpc, request, answer))
+            make(log, rpc=rpc, tenant=tenant, within=lambda _: record_registration(request, answer))
         return [line["event"] for line in lines(file)[before:]]
 
     assert register("greedy", 50) == ["registration"] * 4
