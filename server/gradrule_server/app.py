@@ -22,7 +22,7 @@ from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.front.server import AcceptLoopEnded, GrpcServer, channel_options
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
-from gradrule_server.front.tenants import Tenants
+from gradrule_server.front.tenants import SharedResources, Tenants
 from gradrule_server.link.operating_system import keep_freed_memory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.registry.database import open_database
@@ -110,7 +110,7 @@ async def _start(settings: Settings, stops: contextlib.AsyncExitStack) -> GrpcSe
     loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
     limits = assembly.graph_limits(settings, loaded)
     read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
-    resources = assembly.create_shared_resources(settings, store, blobs, loaded, limits)
+    resources = SharedResources(store, blobs, loaded, limits, settings)
     tenants = await run_in_own_thread("open-tenants", lambda: Tenants(resources, read_only, loop))
     admission, times = assembly.create_admission(settings), assembly.call_times(settings)
     pipeline = RequestPipeline(

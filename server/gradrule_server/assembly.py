@@ -12,12 +12,12 @@ from gradrule_server.front.admission import Admission, InFlightLimits
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
 from gradrule_server.front.request_pipeline import CallTimes
 from gradrule_server.front.server import Certificates
-from gradrule_server.front.tenants import SharedResources, Tenants
+from gradrule_server.front.tenants import Tenants
 from gradrule_server.identity import Authenticator
 from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwt_verifier import JwtVerifier
 from gradrule_server.identity.token_file import TokenFile
-from gradrule_server.limits import QUOTA_RESOURCES, TENANT_RESOURCES, Limits
+from gradrule_server.limits import TENANT_RESOURCES, Limits
 from gradrule_server.link.operating_system import available_memory, engine_memory, memory_share, most_threads
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
@@ -154,27 +154,6 @@ def create_loaded_programs(
         settings.program_cache,
         settings.program_cache_bytes,
         CrashHistory(settings.quarantine_s, on_quarantine),
-    )
-
-
-def create_shared_resources(
-    settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms, limits: Limits
-) -> SharedResources:
-    """Returns what all tenants share, with the limits of each tenant."""
-    return SharedResources(
-        store,
-        blobs,
-        loaded,
-        limits,
-        server={resource.name: settings.server_limit(resource.name) for resource in QUOTA_RESOURCES},
-        tenant={resource.name: settings.tenant_limit(resource.name) for resource in QUOTA_RESOURCES},
-        tenant_blob_bytes=settings.tenant_limit("blob_bytes"),
-        tenant_blobs=settings.tenant_limit("blobs"),
-        cache_capacity=settings.program_cache,
-        cache_bytes=settings.program_cache_bytes,
-        handle_ttl_s=settings.handle_ttl_s,
-        session_idle_s=settings.session_idle_s,
-        has_known_calls="known-calls" not in disabled_paths(settings.disabled_fast_paths),
     )
 
 

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gradrule.common.fast_paths import disabled_paths
 from gradrule.v1 import errors_pb2
 from gradrule_server.front.admission import InFlight
 from gradrule_server.limits import QUOTA_RESOURCES
@@ -28,6 +29,7 @@ from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import DEFAULT_TENANT, Store
+from gradrule_server.settings import Settings
 
 # Idle tenants that stay loaded; more are unloaded, but only after `_IDLE_S`.
 _MAX_IDLE = 128
@@ -38,33 +40,13 @@ _TRIM_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SharedResources:
-    """What all tenants share.
-
-    Attributes:
-        server: limits of all tenants together, by quota resource.
-        tenant: limits of each tenant, by quota resource.
-        tenant_blob_bytes: bytes of each tenant's blobs.
-        tenant_blobs: number of each tenant's blobs.
-        cache_capacity: number of programs that each tenant has in memory.
-        cache_bytes: bytes of the programs of all tenants in memory.
-        handle_ttl_s: seconds after which an unused forward handle is closed.
-        session_idle_s: seconds after which a session ends that gets no message; 0: never.
-        has_known_calls: whether parsed calls are remembered.
-    """
+    """What all tenants share. `limits`: on their graphs; `settings`: has all other limits and times."""
 
     store: Store
     blobs: BlobStore
     loaded: LoadedPrograms
     limits: Limits
-    server: Mapping[str, int]
-    tenant: Mapping[str, int]
-    tenant_blob_bytes: int
-    tenant_blobs: int
-    cache_capacity: int
-    cache_bytes: int
-    handle_ttl_s: float
-    session_idle_s: float
-    has_known_calls: bool = True
+    settings: Settings
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +123,7 @@ class Tenants:
         # Clients know LIMIT_EXCEEDED for the number of rules and programs, which were limited before there were quotas.
         self._quotas = {
             resource.name: Quota(
-                shared.server[resource.name],
+                shared.settings.server_limit(resource.name),
                 resource.what,
                 _flag("max", resource.name),
                 reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
@@ -212,7 +194,7 @@ class Tenants:
         return (
             sum(len(cache) for cache in caches),
             sum(cache.held_bytes for cache in caches),
-            self._shared.cache_capacity * len(caches),
+            self._shared.settings.program_cache * len(caches),
         )
 
     def stop_compiling(self) -> None:
@@ -273,14 +255,15 @@ class Tenants:
         shared = self._shared
         quotas = {
             resource.name: Quota(
-                shared.tenant[resource.name],
+                shared.settings.tenant_limit(resource.name),
                 resource.what,
                 _flag("tenant", resource.name),
                 within=self._quotas[resource.name],
             )
             for resource in QUOTA_RESOURCES
         }
-        blobs = shared.blobs.for_tenant(name, shared.tenant_blob_bytes, shared.tenant_blobs)
+        settings = shared.settings
+        blobs = shared.blobs.for_tenant(name, settings.tenant_limit("blob_bytes"), settings.tenant_limit("blobs"))
         rules = RuleRegistry(
             shared.store,
             self._read_only,
@@ -305,16 +288,16 @@ class Tenants:
             shared.loaded,
             shared.limits,
             blobs,
-            capacity=shared.cache_capacity,
-            capacity_bytes=shared.cache_bytes,
+            capacity=settings.program_cache,
+            capacity_bytes=settings.program_cache_bytes,
             owner=name,
-            has_known_calls=shared.has_known_calls,
+            has_known_calls="known-calls" not in disabled_paths(settings.disabled_fast_paths),
         )
         handles = HandleManager(
             program_service,
             quota=quotas["handles"],
             bytes_quota=quotas["handle_bytes"],
-            ttl_s=shared.handle_ttl_s,
+            ttl_s=settings.handle_ttl_s,
             blob_folder=blobs.folder_name,
         )
         sessions = SessionManager(
@@ -323,7 +306,7 @@ class Tenants:
             shared.limits,
             quota=quotas["sessions"],
             bytes_quota=quotas["session_bytes"],
-            idle_s=shared.session_idle_s,
+            idle_s=settings.session_idle_s,
         )
         tenant = Tenant(name, rules, programs, blobs, program_service, handles, sessions, quotas)
         if self._loop is not None:
@@ -346,7 +329,7 @@ class Tenants:
         caches = [tenant.program_service.cache for tenant in self._tenants.values()]
         # One program may be of any size.
         while (
-            sum(cache.held_bytes for cache in caches) > self._shared.cache_bytes
+            sum(cache.held_bytes for cache in caches) > self._shared.settings.program_cache_bytes
             and sum(len(cache) for cache in caches) > 1
         ):
             max(caches, key=lambda cache: cache.held_bytes).drop_oldest()

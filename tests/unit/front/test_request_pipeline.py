@@ -233,7 +233,7 @@ async def test_unread_answer_counts_after_its_stream_has_ended() -> None:
     async def small(_: Call[Any]) -> bytes:
         return b""
 
-    pipeline, stalled = create_pipeline(stall_s=0.2), Context()
+    pipeline, stalled = create_pipeline(stall_s=1.5), Context()
     with pytest.raises(Aborted):
         await stream(pipeline, writes, stalled)
     refused = Context(0.1)

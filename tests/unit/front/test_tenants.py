@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ByteSize
 
 from gradrule.common import op_definitions
 from gradrule.v1 import errors_pb2, rule_pb2
@@ -28,6 +29,7 @@ from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.store import Store
+from gradrule_server.settings import Settings
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
 READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
@@ -44,14 +46,15 @@ def shared(tmp_path: Path) -> Iterator[SharedResources]:
             blobs,
             LoadedPrograms(pool, blobs, 10, 1000),
             graphs.Limits(nodes=10, inlined_nodes=10, call_depth=2, graph_bytes=100),
-            server={resource.name: 6 for resource in QUOTA_RESOURCES} | {"registry_bytes": 60},
-            tenant={resource.name: 4 for resource in QUOTA_RESOURCES} | {"registry_bytes": 40},
-            tenant_blob_bytes=500,
-            tenant_blobs=10,
-            cache_capacity=10,
-            cache_bytes=1000,
-            handle_ttl_s=1.0,
-            session_idle_s=0.0,
+            Settings(
+                **{resource.max_setting: 6 for resource in QUOTA_RESOURCES} | {"max_registry_bytes": 60},
+                **{resource.tenant_setting: 4 for resource in QUOTA_RESOURCES}
+                | {"tenant_registry_bytes": 40, "tenant_blob_bytes": 500, "tenant_blobs": 10},
+                program_cache=10,
+                program_cache_bytes=1000,
+                handle_ttl_s=1.0,
+                session_idle_s=0.0,
+            ),
         )
 
 
@@ -158,9 +161,9 @@ async def test_programs_of_all_tenants_are_limited_together(found: Tenants) -> N
 
 async def test_bytes_of_rules_are_limited_and_counted_after_reloading(shared: SharedResources, trimming: None) -> None:
     size = DEFINITION.ByteSize()
-    server, tenant = ({**whole, "registry_bytes": 0} for whole in (shared.server, shared.tenant))
-    server["registry_bytes"], tenant["registry_bytes"] = 5 * size, 3 * size
-    found = Tenants(replace(shared, server=server, tenant=tenant), READ_ONLY, asyncio.get_running_loop())
+    limits = {"max_registry_bytes": ByteSize(5 * size), "tenant_registry_bytes": ByteSize(3 * size)}
+    settings = shared.settings.model_copy(update=limits)
+    found = Tenants(replace(shared, settings=settings), READ_ONLY, asyncio.get_running_loop())
     ada = await found.load("ada")
     ada.rules.create("a", DEFINITION, "")
     ada.rules.create("b", DEFINITION, "")
@@ -176,9 +179,8 @@ async def test_bytes_of_rules_are_limited_and_counted_after_reloading(shared: Sh
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
         other.rules.create("c", DEFINITION, "d" * (size + 1))
     # A server that starts again has counted the same.
-    restarted = Tenants(
-        replace(shared, server={**server, "registry_bytes": 4 * size}), READ_ONLY, asyncio.get_running_loop()
-    )
+    less = settings.model_copy(update={"max_registry_bytes": ByteSize(4 * size)})
+    restarted = Tenants(replace(shared, settings=less), READ_ONLY, asyncio.get_running_loop())
     (await restarted.load("other")).rules.create("c", DEFINITION, "")
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
         (await restarted.load("other")).rules.create("d", DEFINITION, "")
