@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
+def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 120.0) -> T:
     """Polls `probe` and returns its first result that is not None."""
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
@@ -21,7 +21,7 @@ def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 30.0
     raise AssertionError(f"no {what} within {timeout_s:g} s")
 
 
-async def wait_for_condition(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
+async def wait_for_condition(condition: Callable[[], Any], timeout_s: float = 120.0) -> None:
     """Polls `condition` on the event loop until it is true. Raises `TimeoutError`."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -37,7 +37,7 @@ def health(target: str, service: str) -> int | None:
 def wait_for_another_engine(running: RunningServer, engine: int) -> None:
     """Waits until another engine than `engine` serves."""
     running.wait_for_engine(other_than=engine)
-    wait_until(lambda: True if health(running.target, GRADIENTS) == SERVING else None, "another engine", 60)
+    wait_until(lambda: True if health(running.target, GRADIENTS) == SERVING else None, "another engine")
 
 
 @dataclass

@@ -88,7 +88,7 @@ def test_slow_selectors_of_one_tenant_delay_neither_others_nor_the_front_end(
     time.sleep(max(0.0, 2 - (time.monotonic() - started)))
     share = (processor_s(pid) - before) / (time.monotonic() - started)
     assert not any(call.done() for call in calls)
-    assert max(took) < 20
+    assert max(took) < 60
     # Eight such calls used to occupy all threads of the front end.
     assert share < 0.5
     own = workers(pid)
@@ -96,7 +96,7 @@ def test_slow_selectors_of_one_tenant_delay_neither_others_nor_the_front_end(
         call.cancel()
     # The workers of these calls end; the bystander's worker may stay.
     wait_until(lambda: len(workers(pid) & own) <= 1 or None, "end of the workers")
-    assert compile_new_program(bystander, 9) < 20
+    assert compile_new_program(bystander, 9) < 60
 
 
 def test_compilation_goes_on_after_the_deadline_and_ends_with_the_server(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_messages_of_many_tiny_fields_occupy_one_thread_of_the_front_end(
     compile_new_program(bystander, 20)
     calls = [attacker.start("GradientService/Evaluate", tiny_fields(), 120) for _ in range(8)]
     took = [compile_new_program(bystander, 21 + index) for index in range(3)]
-    assert max(took) < 20
+    assert max(took) < 60
     for call in calls:
         call.cancel()
 

@@ -179,7 +179,7 @@ async def test_cancelled_call_runs_until_its_deadline_on_an_engine_with_state(en
         # Longer than the patience and the grace period together.
         await asyncio.sleep(1.5)
         assert engine.pid == first
-    await wait_for_condition(lambda: engine.pid not in (None, first), 30)
+    await wait_for_condition(lambda: engine.pid not in (None, first))
 
 
 async def test_expired_call_is_not_sent(engine: Engine) -> None:

@@ -85,7 +85,7 @@ class Probed:
         return status
 
     def wait_for(self, path: str, status: int) -> None:
-        wait_until(lambda: self.ask(path) == status or None, f"status {status} of {path}", 90)
+        wait_until(lambda: self.ask(path) == status or None, f"status {status} of {path}")
 
     def connect(self) -> gr.Client:
         return gr.connect(self.target, credentials=gr.tls(self.authority.file), token=self.token)
@@ -142,7 +142,7 @@ def test_a_starting_server_is_live_and_then_ready(probed: Probed) -> None:
             assert probed.ask("/livez") == 200
         return True if status == 200 else None
 
-    wait_until(probe, "a ready server", 90)
+    wait_until(probe, "a ready server")
     # No answer, until the port is open; then no engine; then an engine.
     assert seen[-2:] == [503, 200]
     assert set(seen[:-2]) <= {None}

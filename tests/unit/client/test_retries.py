@@ -206,7 +206,7 @@ def test_call_ends_when_its_client_is_closed(proxy: Proxy, is_long: bool, monkey
     program = client.program(PROGRAM)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(program.evaluate, {"x": [1.0]})
-        wait_until(lambda: proxy.refusals < (1 << 30) - 8 or None, "attempts", 60)
+        wait_until(lambda: proxy.refusals < (1 << 30) - 8 or None, "attempts")
         client.close()
         assert isinstance(call.exception(60), gr.errors.UnavailableError | gr.errors.CancelledError)
 
@@ -308,7 +308,7 @@ def test_servers_that_got_new_addresses_are_found_at_once() -> None:
                 names.addresses = (address,)
                 server.stop()
                 server = Answering(address=f"{address}:{port}")
-                wait_until(lambda: answers(program) or None, "the server at its new address", 10)
+                wait_until(lambda: answers(program) or None, "the server at its new address")
     finally:
         server.stop()
         names.close()

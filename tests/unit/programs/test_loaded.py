@@ -517,7 +517,7 @@ async def test_nothing_is_left_of_an_engine_that_died_in_a_trial(blobs: BlobStor
     gone: list[weakref.ref[object]] = [weakref.ref(engine), weakref.ref(load.work.connection)]
     pool.trial_engines.clear()
     del engine, load
-    await wait_for_condition(lambda: _are_gone(*gone), 10)
+    await wait_for_condition(lambda: _are_gone(*gone))
     assert len(loaded) == 0
 
 
@@ -533,7 +533,7 @@ async def test_nothing_is_left_of_a_process_that_died_in_its_place(blobs: BlobSt
     engine.start_another()
     with loaded.hold(program("a")):
         pass
-    await wait_for_condition(lambda: _are_gone(gone), 10)
+    await wait_for_condition(lambda: _are_gone(gone))
 
 
 async def test_work_for_a_new_program_does_not_grow_with_the_number_of_programs(blobs: BlobStore) -> None:
