@@ -1,4 +1,4 @@
-"""Lists small graphs that need more memory than the machine has; shapes and sizes show it before they run."""
+"""Lists small graphs that need more memory than an engine has."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ _VECTOR = {"x": np.ones(LARGE, np.float32)}
 _MANY = {"n": np.int64([HUGE])}
 
 BOMBS: Mapping[str, Bomb] = {
-    # Detected when the program is compiled.
+    # All shapes are known.
     "Fill": Bomb(_sum(_fill)),
     "Tile": Bomb(_sum(lambda: tf.tile(tf.ones([1000]), tf.constant([HUGE // 1000], tf.int64)))),
     "BroadcastTo": Bomb(_sum(lambda: tf.exp(tf.broadcast_to(1.0, tf.constant([HUGE], tf.int64))))),
@@ -149,7 +149,7 @@ BOMBS: Mapping[str, Bomb] = {
     "in a loop": Bomb(_sum(_in_loop)),
     "in both branches": Bomb(_sum(_in_both_branches), {"n": np.int64(1)}),
     "many at once": Bomb(_sum(_many_tensors)),
-    # Detected when a call gives shapes or sizes.
+    # A call gives shapes or sizes.
     "Fill, fed": Bomb(_sum(lambda: tf.fill(_n(), 1.0)), _MANY),
     "Fill, computed": Bomb(_sum(lambda: tf.fill(_n() * 1000, 1.0)), {"n": np.int64([HUGE // 1000])}),
     "Tile, fed": Bomb(_sum(lambda: tf.tile(_x(), _n())), {**_VECTOR, "n": np.int64([LARGE])}),

@@ -173,8 +173,6 @@ class ArgumentReader:
     ) -> list[tf.Tensor]:
         """Returns the arguments of the built function as tensors.
 
-        Raises MEMORY_EXCEEDED if the call cannot fit into memory.
-
         Args:
             built: The program.
             call: The request.
@@ -185,8 +183,6 @@ class ArgumentReader:
         values = built.feed_plan.arrays(call, params, contents, state)
         if values is None:
             values = self._values(built, call, params, state, contents)
-        if built.memory_check is not None:
-            built.memory_check.check(values)
         dtypes = [item.dtype for item in (*built.inputs, *built.grad_ys, *built.directions)]
         dtypes += [tf.float64] * len(built.params)
         # Values of variables may be large: they stay on the device.
@@ -208,8 +204,6 @@ class ArgumentReader:
         if values is None:
             given = self._values(built, call, params, NO_STATE, contents)
             values = [built.feed_plan.array(position, value) for position, value in enumerate(given)]
-        if built.memory_check is not None:
-            built.memory_check.check(values)
         return values
 
     def _values(

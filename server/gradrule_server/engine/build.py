@@ -16,7 +16,7 @@ from gradrule_server.engine.batching.merging import create_merged_runs
 from gradrule_server.engine.checks import check_ops
 from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.jit import XlaCall, check_xla
-from gradrule_server.engine.memory import MemoryCheck
+from gradrule_server.engine.memory import check_memory
 from gradrule_server.engine.program import BuiltProgram, FunctionCall, Input, ParamInput, create_graph_call, shape_from
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors
@@ -111,8 +111,9 @@ def _build(
         check_ops(graph)
     if request.jit:
         check_xla(graph)
-    memory_check = MemoryCheck(graph, request.memory_limit)
-    built.memory_check = memory_check if memory_check.depends_on_call else None
+    check_memory(
+        graph, {index for index, item in enumerate(built.inputs) if item.default is not None}, request.memory_limit
+    )
     returned = {id(tensor) for tensor in graph.outputs}
     arguments = graph.inputs[: len(built.inputs)]
     built.small = "calling-thread" not in disabled_fast_paths and is_small(graph)

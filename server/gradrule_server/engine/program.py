@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gradrule_server.engine.batching.merging import MergedRuns
     from gradrule_server.engine.derivatives import DerivativeLayout
     from gradrule_server.engine.jit import XlaCall
-    from gradrule_server.engine.memory import MemoryCheck
     from gradrule_server.engine.response_writer import ResponseWriter
 
 Arrays: TypeAlias = Sequence[Any]
@@ -184,8 +183,6 @@ class BuiltProgram:
     """Bytes that packed tensors of a call may take unpacked, per byte packed, beyond `FREE_BYTES`."""
     small: bool = False
     """Whether it has few ops and no loops or branches: then it is faster on the calling thread."""
-    memory_check: MemoryCheck | None = None
-    """Checks that a call fits into the engine's memory; None if that does not depend on the call."""
     unused: list[bool] = field(default_factory=list)
     """For each input, whether no result depends on it, so that calls need not feed it."""
     outputs: list[str] = field(default_factory=list)

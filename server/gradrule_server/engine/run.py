@@ -27,8 +27,8 @@ from gradrule_server.engine.arguments import NO_STATE, ArgumentReader
 from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.checks import MAX_ANSWER_BYTES
 from gradrule_server.engine.derivatives import split_tensors
+from gradrule_server.engine.kept_bytes import saved_bytes
 from gradrule_server.engine.large_tensors import AnswerArea, AttachedMemories, LargeTensors
-from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import Arrays, BuiltProgram, Input, shape_from
 from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS, write_gradient, write_tensor
 from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error

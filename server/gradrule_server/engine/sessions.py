@@ -15,8 +15,8 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.derivatives import DENSE, SPARSE, split_tensors
+from gradrule_server.engine.kept_bytes import saved_bytes
 from gradrule_server.engine.large_tensors import LargeTensors
-from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.response_writer import write_derivatives, write_tensor
 from gradrule_server.engine.run import ForwardRuns, check_size, read_packing, run_on_device, set_timings

@@ -108,10 +108,11 @@ def translate_error(
     failed = failed_check(message)
     if failed is not None:
         return failed
+    node, text = failed_node(message), clean_message(message)
     if isinstance(cause, tf.errors.OpError) and out_of_memory(cause):
         # The rest is advice for programs that call TensorFlow.
-        return memory_error(clean_message(message).partition(" Hint: ")[0])
-    node, text = failed_node(message), clean_message(message)
+        text = text.partition(" Hint: ")[0]
+        return memory_error(f"node {node!r}: {text}" if node else text)
     if not node and run_again is not None:
         try:
             run_again()

@@ -16,7 +16,7 @@ from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops, tensor_util
+from tensorflow.python.framework import func_graph, op_def_registry, ops, tensor_util
 from tensorflow.python.ops import cond_v2, gradients_util, while_v2
 
 from gradrule_server.policy.op_tables import ops_with
@@ -98,29 +98,6 @@ def functions_reached(names: Iterable[str]) -> Iterator[function_pb2.FunctionDef
         found = dict.fromkeys(name for node in function.node_def for name in functions_named(node))
         pending += [name for name in found if name not in reached]
         reached |= found
-
-
-def function_graph(name: str, shapes: Sequence[tf.TensorShape]) -> Any:
-    """Returns the graph of a function for arguments of these shapes.
-
-    None if the shapes contradict the function, or if it has an op of old graphs that cannot be built again.
-    """
-    try:
-        return function_def_to_graph.function_def_to_graph(function_definition(name), input_shapes=list(shapes))
-    except (ValueError, tf.errors.UnimplementedError):
-        return None
-
-
-def is_branch(op: tf.Operation) -> bool:
-    """Returns whether the op runs one of its functions."""
-    return op.type in _BRANCHES
-
-
-def argument_shapes(op: tf.Operation) -> list[tf.TensorShape]:
-    """Returns the shapes of the arguments of an op's functions. Those of a loop have the shapes of its results."""
-    if op.type in _LOOPS:
-        return [tensor.shape for tensor in op.outputs]
-    return [tensor.shape for tensor in (list(op.inputs)[1:] if op.type in _BRANCHES else op.inputs)]
 
 
 def add_functions(library: function_pb2.FunctionDefLibrary) -> list[str]:

@@ -177,7 +177,6 @@ TRAITS: Mapping[str, str] = MappingProxyType(
         "view": "outputs share the memory of an input, or a part of it. Value: the input's number; each: output n of n",
         "reads_shape": "reads nothing of its inputs but their shapes",
         "tells_shape": "its output is a size, known where the shape of the input is known",
-        "size_inputs": "values of inputs decide how large the output is. Value: the numbers of those inputs",
         # How outputs depend on elements of the inputs.
         "elementwise": "computes element by element",
         "reduction": "reduces along the axes that the second input names",

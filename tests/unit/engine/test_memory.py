@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.engine import memory
 from gradrule_server.engine.build import build
-from gradrule_server.engine.memory import MemoryCheck, memory_error
-from gradrule_server.engine.memory_estimate import saved_bytes
+from gradrule_server.engine.kept_bytes import saved_bytes
+from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.tf_errors import out_of_memory
 from gradrule_server.errors import GradruleError
 from tests.service.derivative_cases import CASES, W, graph_for_function
@@ -45,51 +44,47 @@ def test_memory_error_names_the_limit(monkeypatch: pytest.MonkeyPatch, limit: in
     assert "40 GB of zeros" in found.message
 
 
-def _outer_product() -> None:
-    rows = tf.reshape(tf.compat.v1.placeholder(tf.float32, [None, 1000], name="x"), [-1])
-    tf.reduce_sum(rows[:, tf.newaxis] * rows, name="y")
+def _limited(build_nodes: Any, limit: int) -> None:
+    request = prepared(build_graph(build_nodes)).request
+    request.memory_limit = limit
+    build(request)
 
 
-def _tokens() -> None:
-    tokens = tf.reshape(tf.compat.v1.placeholder(tf.float32, [None, 100, 8], name="x"), [-1, 8])
-    for _ in range(20):
-        tokens = tf.tanh(tokens)
-    tf.reshape(tokens, [-1, 100, 8], name="y")
+def _constant_and_argument() -> None:
+    x = tf.compat.v1.placeholder(tf.float32, [1 << 10, 64], name="x")
+    tf.identity(tf.reduce_sum(x @ tf.constant(np.random.default_rng(0).random((64, 1 << 12), np.float32))), name="y")
 
 
-@pytest.mark.parametrize(
-    ("graph", "fits", "limit"), [(_outer_product, (1, 1000), 1 << 26), (_tokens, (1000, 100, 8), 1 << 28)]
-)
-def test_calls_whose_known_sizes_a_reshape_folds_are_refused(graph: Any, fits: Any, limit: int) -> None:
-    """Tensors between two Reshapes have a hundred times the size of the argument, or more."""
-    built = build(prepared(build_graph(graph), vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request)
-    found = MemoryCheck(built.graph, limit)
-    found.check([np.ones(fits, np.float32)])
-    with pytest.raises(GradruleError, match="running this would take about"):
-        found.check([np.ones((10 * fits[0], *fits[1:]), np.float32)])
+def _result() -> None:
+    x = tf.compat.v1.placeholder(tf.float32, [1 << 10, 1], name="x")
+    tf.identity(x * tf.ones([1, 320]), name="y")
 
 
-@pytest.mark.parametrize(("times", "is_refused"), [(3, True), (200, False)])
-def test_sizes_that_are_folded_again_and_again(times: int, is_refused: bool) -> None:
-    """Beyond 64 bits TensorFlow knows no sizes; running such a call fails."""
-
-    def chain() -> None:
-        value = tf.compat.v1.placeholder(tf.float32, [None, 1000], name="x")
-        for _ in range(times):
-            value = tf.tile(tf.reshape(value, [-1, 1]), [1, 1000])
-        tf.identity(value, name="y")
-
-    found = MemoryCheck(build(prepared(build_graph(chain)).request).graph, 1 << 30)
-    with pytest.raises(GradruleError, match="running this would take about") if is_refused else nullcontext():
-        found.check([np.ones((1, 1000), np.float32)])
+@pytest.mark.parametrize("graph", [_constant_and_argument, _result])
+def test_programs_whose_arguments_constants_and_results_exceed_the_limit_are_refused(graph: Any) -> None:
+    """Both take 1.25 MiB."""
+    _limited(graph, 0)
+    _limited(graph, 3 << 19)
+    with pytest.raises(
+        GradruleError, match=r"results take 1\.2\d MiB; an engine has 1 MiB .* The largest .*: 1"
+    ) as caught:
+        _limited(graph, 1 << 20)
+    assert caught.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
 
 
-def test_sizes_that_are_split_again_do_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that clearly fits needs no import of the graph."""
-    built = build(prepared(build_graph(_tokens), vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request)
-    found = MemoryCheck(built.graph, 1 << 28)
-    monkeypatch.setattr(MemoryCheck, "_need", lambda *arguments: pytest.fail("the graph was imported"))
-    found.check([np.ones((1000, 100, 8), np.float32)])
+def _same_memory_thrice() -> None:
+    x = tf.compat.v1.placeholder(tf.float32, [1 << 18], name="x")
+    tf.reshape(tf.identity(x), [1 << 9, 1 << 9], name="y")
+
+
+def _large_between() -> None:
+    x = tf.compat.v1.placeholder(tf.float32, [1 << 10], name="x")
+    tf.reduce_sum(x[:, tf.newaxis] * x, name="y")
+
+
+@pytest.mark.parametrize("graph", [_same_memory_thrice, _large_between])
+def test_views_and_what_exists_only_during_a_run_do_not_count(graph: Any) -> None:
+    _limited(graph, 3 << 19)
 
 
 def bytes_for(name: str, rows: int) -> int:

@@ -34,11 +34,11 @@ def test_traits_of_a_row_are_sorted_and_occur_once() -> None:
 
 
 def test_values_are_of_the_kind_that_the_trait_takes() -> None:
-    valued = {"bodies", "linear_operands", "moves_elements", "permutes", "size_inputs", "view", "xla"}
+    valued = {"bodies", "linear_operands", "moves_elements", "permutes", "view", "xla"}
     assert {trait for trait in TRAITS if any(trait_values(trait).values())} == valued
     assert set(trait_values("xla").values()) == {"", "floats"}
     assert set(trait_values("view").values()) == {"0", "1", "each"}
-    assert input_numbers("size_inputs")["Range"] == (0, 1, 2)
+    assert input_numbers("linear_operands")["Conv2DBackpropInput"] == (2, 1)
 
 
 def test_groups_and_control_flow_agree() -> None:

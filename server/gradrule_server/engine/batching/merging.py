@@ -176,8 +176,6 @@ def run_together(
         if missing_rows:
             parts.append(_padding_rows(parts[-1], missing_rows, other_values=other_values))
         arguments.append(np.concatenate(parts))
-    if built.memory_check is not None:
-        built.memory_check.check(arguments)
     results = run_on_arrays(built, arguments)
     for name, result in zip(runs.names, results, strict=True):
         if np.shape(result)[:1] != (size,):
