@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
 from gradrule.common.optimizer_settings import setting_fault
 from gradrule.v1 import errors_pb2, session_pb2
 from gradrule_server.engine.build import is_small
+from gradrule_server.engine.kept_bytes import saved_bytes
 from gradrule_server.engine.program import FunctionCall
 from gradrule_server.errors import did_you_mean, error
 
@@ -46,15 +45,16 @@ _NOT_OFFERED = frozenset({"name", "self", "kwargs"} | {"use_ema", "ema_momentum"
 _NOT_OFFERED |= {"loss_scale_factor", "gradient_accumulation_steps"}
 
 
-def _update_each(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
-    for gradient, variable in zip(gradients, variables, strict=True):
-        optimizer.update_step(gradient, variable, learning_rate)
-
-
-# Keras passes the step to tf.distribute, which keeps every traced graph alive, and with it the variables.
-TFOptimizer._backend_update_step = _update_each
 # Imported objects are never garbage; frozen, they do not slow down the collections after sessions.
 gc.freeze()
+
+
+class _LocalSteps(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """Does not pass steps to tf.distribute, which keeps every traced graph. A base of each optimizer used here."""
+
+    def _backend_update_step(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+        for gradient, variable in zip(gradients, variables, strict=True):
+            self.update_step(gradient, variable, learning_rate)
 
 
 class StepOptimizer:
@@ -64,7 +64,8 @@ class StepOptimizer:
         """Creates the optimizer for the variables `values`. Raises INVALID_OPTIMIZER if Keras refuses the settings."""
         settings = _settings(message)
         try:
-            self._optimizer: Any = getattr(keras.optimizers, message.name)(**settings)
+            own = getattr(keras.optimizers, message.name)
+            self._optimizer: Any = type(message.name, (own, _LocalSteps), {})(**settings)
         except (ValueError, TypeError) as cause:
             raise _invalid_optimizer(f"{message.name}: {cause}") from cause
         self.message = message
@@ -76,7 +77,7 @@ class StepOptimizer:
             for number, (name, value) in enumerate(values.items())
         }
         self._optimizer.build(list(self._variables.values()))
-        self.slot_bytes = sum(_bytes_of(variable) for variable in self._optimizer.variables)
+        self.slot_bytes = saved_bytes([slot.value for slot in self._optimizer.variables])
         """Bytes of the slots."""
         self._updates: dict[tuple[tuple[str, tf.IndexedSlicesSpec | None], ...], FunctionCall] = {}
 
@@ -118,7 +119,7 @@ class StepOptimizer:
         """
         found: dict[str, Any] = {}
         for slot in self._optimizer.variables:
-            if slot is self._optimizer._learning_rate:
+            if slot is self._optimizer.learning_rate:
                 continue
             match = _SLOT.fullmatch(slot.name)
             name = f"{self.variables[int(match[1])]}/{match[2] or 'slot'}" if match else _NUMBER.sub("", slot.name)
@@ -207,11 +208,6 @@ def _known_settings(name: str) -> dict[str, Any]:
 
 def _shapes(values: Mapping[str, tf.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, tuple(value.shape)) for name, value in values.items())
-
-
-def _bytes_of(variable: Any) -> int:
-    size = math.prod(variable.shape)
-    return int(size * tf.as_dtype(variable.dtype).size)
 
 
 def _invalid_optimizer(message: str, field: str = "step.optimizer") -> Exception:
