@@ -64,6 +64,18 @@ def test_overrides_reach_traced_nodes(either: Any) -> None:
     assert (list(explained.outputs), list(explained.xs)) == (["score"], ["image"])
 
 
+def test_aliases_of_an_equal_program_that_is_loaded_do_not_count(either: Any) -> None:
+    results = {"fetches": ["score"], "ys": ["score"]}
+    first = either.compile(graph_with_aliases(), **results, xs=["x"])
+    graph = graph_with_aliases()
+    del graph.aliases["image"]
+    graph.aliases["picture"] = "x"
+    second = either.compile(graph, **results, xs=["x"])
+    assert first.digests == second.digests
+    assert [name in first.aliases for name in ("image", "picture")] == [True, False]
+    assert [name in second.aliases for name in ("image", "picture")] == [False, True]
+
+
 def test_programs_accept_aliases(either: Any) -> None:
     program = either.compile(graph_with_aliases(), fetches=["score"], ys=["score"], xs=["image"])
     try:

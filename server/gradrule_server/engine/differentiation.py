@@ -45,6 +45,12 @@ _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
 _NO_MATCH = override_pb2.RESOLUTION_STATUS_UNSPECIFIED
 
+_NO_GRADIENT_RULES = {
+    program_pb2.NO_GRADIENT_DEFAULT: "default",
+    program_pb2.NO_GRADIENT_PASS: "pass",
+    program_pb2.NO_GRADIENT_ZERO: "zero",
+}
+
 Reference = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
@@ -117,10 +123,18 @@ class Differentiation:
         return [name for name in list(self._defaulted)[::-1] if name not in self._without_gradient]
 
     @property
-    def without_gradient(self) -> list[link_pb2.WithoutGradient]:
+    def without_gradient(self) -> list[override_pb2.Resolution]:
         """Nodes without a gradient, to which the `no_gradient` policy was applied, from xs towards ys."""
-        found = list(self._without_gradient.items())[::-1]
-        return [link_pb2.WithoutGradient(node=node, op_type=op_type) for node, op_type in found]
+        return [
+            override_pb2.Resolution(
+                node=node,
+                op_type=op_type,
+                rule=_NO_GRADIENT_RULES[self._no_gradient],
+                label="no_gradient",
+                status=_ACTIVE,
+            )
+            for node, op_type in reversed(self._without_gradient.items())
+        ]
 
     @property
     def made(self) -> list[int]:

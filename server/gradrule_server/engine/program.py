@@ -15,7 +15,6 @@ import tensorflow as tf
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
-from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
     from gradrule_server.engine.arguments import FeedPlan
@@ -200,7 +199,7 @@ class BuiltProgram:
     statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)
     default_gradient_nodes: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
-    without_gradient: list[link_pb2.WithoutGradient] = field(default_factory=list)
+    without_gradient: list[override_pb2.Resolution] = field(default_factory=list)
     call: SessionCall | FunctionCall | XlaCall = field(init=False)
     """Runs the graph."""
     feed_plan: FeedPlan = field(init=False)

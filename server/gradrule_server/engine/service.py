@@ -15,7 +15,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.build import build
-from gradrule_server.engine.derivatives import SPARSE
+from gradrule_server.engine.description import describe
 from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
 from gradrule_server.engine.memory import ProgramMemory, exhausted_error, memory_error
 from gradrule_server.engine.program import BuiltProgram
@@ -184,20 +184,11 @@ class EngineService:
         with self._build_lock, measured:
             values = self._variable_cache.tensors(request.variables, request.blob_folder)
             built = build(request, values, self._device, self._disabled_fast_paths)
+            reply = describe(request, built, self._device)
         if not request.describe_only:
             self._programs[request.key] = built
             self._not_run.add(request.key)
-        return link_pb2.CompileReply(
-            statuses=built.statuses,
-            default_gradient_nodes=built.default_gradient_nodes,
-            without_gradient=built.without_gradient,
-            inputs=built.specs["inputs"],
-            outputs=built.specs["outputs"],
-            ys=built.specs["ys"],
-            xs=built.specs["xs"],
-            made=built.made,
-            sparse_gradients=[names[-1] for names, form in built.layout if form == SPARSE],
-        )
+        return reply
 
     def _send_fault(self, request_id: int, cause: GradruleError) -> None:
         self._frames.send(Kind.FAULT, request_id, fault_message(cause).SerializeToString())

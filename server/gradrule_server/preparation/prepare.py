@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
@@ -52,6 +52,7 @@ class Prepared:
     table: OverrideTable
     expanded: graphs.Expanded
     aliases: dict[str, str]
+    notes: list[str]
     # Blobs that the engine reads when it loads the program.
     blobs: tuple[str, ...] = ()
     likeness: str = ""
@@ -109,6 +110,7 @@ def prepare(
         program.overrides,
         expanded,
         dict(spec.aliases),
+        _notes(request, expanded),
         values.blobs,
         loaded.likeness,
     )
@@ -231,7 +233,51 @@ def _build_request(
         max_unpacking=limits.unpacking,
         batched=_is_batched(program),
         jit=spec.jit == program_pb2.JIT_ON,
+        matches=[
+            link_pb2.Match(
+                resolution=override_pb2.Resolution(
+                    node=match.node,
+                    qualified_name="" if match.qualified_name == match.node else match.qualified_name,
+                    op_type=match.op_type,
+                    rule=match.rule_name,
+                    label=match.label,
+                    function=match.function,
+                    nodes=match.nodes,
+                ),
+                override=match.override,
+                differentiable=match.differentiable,
+                mark=match.mark,
+                required=match.required,
+            )
+            for match in expanded.matches
+        ],
+        overrides=_checked_overrides(table, expanded),
     )
+
+
+def _checked_overrides(table: OverrideTable, expanded: graphs.Expanded) -> Iterable[link_pb2.CheckedOverride]:
+    """Returns the overrides that must have an effect. Those of a preset count as one."""
+    matched = {match.override for match in expanded.matches}
+    found: dict[int, link_pb2.CheckedOverride] = {}
+    for item in table.specs:
+        if not item.optional and (item.index in matched or not item.part_of_graph):
+            title = f"preset {item.label!r}" if item.is_preset else f"override {item.label!r} (rule {item.rule_name!r})"
+            checked = found.setdefault(item.index, link_pb2.CheckedOverride(index=item.index, title=title))
+            checked.made_rules.extend([item.rule_index] if item.made_op_types else ())
+    return found.values()
+
+
+def _notes(request: link_pb2.CompileRequest, expanded: graphs.Expanded) -> list[str]:
+    """Returns a hint for each y whose gradients are zero, because its elements are those of a softmax."""
+    if request.derivative not in (evaluate_pb2.DERIVATIVE_VJP, evaluate_pb2.DERIVATIVE_HVP):
+        return []
+    summed = [y.name for y, upstream in zip(request.ys, request.grad_ys, strict=True) if upstream.ones]
+    return [
+        f"{y!r} is the output of the softmax {softmax!r}, whose elements sum to 1, so gradients of their sum are zero "
+        f"up to rounding: differentiate the logits, or choose a class by grad_ys"
+        for y, softmax in expanded.softmax_ys.items()
+        if y in summed
+    ]
 
 
 def _variable_names(spec: program_pb2.ProgramSpec) -> list[str]:
@@ -318,7 +364,7 @@ def _derived_node_rules(table: OverrideTable) -> list[link_pb2.MadeNode]:
 
 def input_spec(item: graphs.GraphInput) -> tensor_pb2.TensorSpec:
     """Returns the message that describes an input."""
-    return tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape)
+    return tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape, optional=item.optional)
 
 
 def _endpoints(names: Sequence[str], expanded: graphs.Expanded) -> list[link_pb2.Endpoint]:

@@ -10,15 +10,14 @@ from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.messages import canonical, read_call_shape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_parsed_size
-from gradrule_server.preparation.finish import finish, make_plan
-from gradrule_server.preparation.prepare import Prepared, override_values, prepare
+from gradrule_server.preparation.prepare import Prepared, input_spec, override_values, prepare
 from gradrule_server.preparation.references import (
     AskFrontEnd,
     BlobFiles,
@@ -78,9 +77,6 @@ class PreparationService:
                     compiling.blob_folder = request.blob_folder
                 prepared, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
                 return b"".join([_LENGTH.pack(len(prepared)), prepared, large])
-            case "finish":
-                plan = link_pb2.ProgramPlan.FromString(request.finish.plan)
-                reply = finish(plan, link_pb2.CompileReply.FromString(request.finish.reply), request.finish.device)
             case "variables":
                 reply = _list_variables(request.variables.spec, limits, blobs, self._reader)
             case "rule":
@@ -122,18 +118,31 @@ def _prepare_program(
 
 
 def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
-    used = {mark.rule for mark in prepared.expanded.marks} | {made.rule for made in prepared.request.made}
+    expanded = prepared.expanded
+    tail = evaluate_pb2.EvaluateResponse(
+        rewritten=expanded.rewritten, draws_random=expanded.draws_random, notes=prepared.notes
+    )
+    program = program_pb2.Program(
+        digests=program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key),
+        inputs=[input_spec(item) for item in expanded.inputs if item.optional],
+        rewritten=tail.rewritten,
+        aliases=prepared.aliases,
+        draws_random=tail.draws_random,
+        notes=tail.notes,
+    )
+    used = {mark.rule for mark in expanded.marks} | {made.rule for made in prepared.request.made}
     return link_pb2.PreparedProgram(
         key=prepared.key,
         graph_digest=prepared.graph_digest,
         likeness=prepared.likeness,
-        nodes=prepared.expanded.nodes,
+        nodes=expanded.nodes,
         blobs=prepared.blobs,
         derivative=prepared.request.derivative,
-        plan=make_plan(prepared).SerializeToString(),
+        program=program.SerializeToString(),
+        tail=tail.SerializeToString(),
         # Omit negative indices, which mean `default` and foreign gradients.
         params=prepared.table.param_message(rule for rule in used if rule >= 0),
-        placeholders=map(canonical, prepared.expanded.placeholders),
+        placeholders=map(canonical, expanded.placeholders),
         is_batched=prepared.request.batched,
     )
 

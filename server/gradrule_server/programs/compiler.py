@@ -1,4 +1,4 @@
-"""Compiles programs: a compile worker prepares them, an engine loads them, a worker describes them.
+"""Compiles programs: a compile worker prepares them, an engine loads and describes them.
 
 A `RunnableProgram` is the result: what the front end needs to run the program.
 """
@@ -257,21 +257,19 @@ class Compiler:
                 return await self._loaded.wait(held, may_move=engine is None)
 
         recovery.is_building = True
-        reply = await recovery.run(loadable.workload, load)
-        device = self._loaded.pool.greeting.device
-        finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, recovery.ends_at)
-        return RunnableProgram(_join_compiled(prepared, finished, self._limits), loadable)
+        reply = link_pb2.CompileReply.FromString(await recovery.run(loadable.workload, load))
+        return RunnableProgram(_join_compiled(prepared, reply, self._limits), loadable)
 
 
 def _join_compiled(
-    prepared: link_pb2.PreparedProgram, finished: link_pb2.FinishedProgram, bounds: NodeLimits
+    prepared: link_pb2.PreparedProgram, reply: link_pb2.CompileReply, bounds: NodeLimits
 ) -> CompiledProgram:
-    """Joins the answers of a compile worker from before and after an engine compiled the program."""
+    """Joins the answers of a compile worker and an engine. Concatenating messages merges them."""
     digests = program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key)
     return CompiledProgram(
         key=prepared.key,
-        program=finished.program,
-        tail=finished.tail,
+        program=reply.program + prepared.program,
+        tail=reply.tail + prepared.tail,
         digests_tail=evaluate_pb2.EvaluateResponse(digests=digests).SerializeToString(),
         params=_param_table(prepared.params, bounds),
         placeholders=frozenset(prepared.placeholders),

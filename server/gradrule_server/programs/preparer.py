@@ -181,22 +181,6 @@ class Preparer:
             # The worker reports what is wrong.
             return 0
 
-    async def finish(
-        self, plan: bytes, reply: bytes, device: str, workload: str, ends_at: float
-    ) -> link_pb2.FinishedProgram:
-        """Describes a program that an engine has compiled. Raises INACTIVE_OVERRIDE.
-
-        Args:
-            plan: `PreparedProgram.plan`.
-            reply: The engine's answer, bytes of a `CompileReply`.
-            device: The engine's device.
-            workload: Digest of the graph, which is blamed for crashes.
-            ends_at: Loop time of the deadline; 0: none.
-        """
-        task = link_pb2.PrepareRequest(finish=link_pb2.FinishTask(plan=plan, reply=reply, device=device))
-        questions = _WorkerQuestions(self._blobs)
-        return await self._run_task(task, workload, questions, ends_at, link_pb2.FinishedProgram.FromString)
-
     async def variables(self, spec: bytes, ends_at: float) -> list[link_pb2.GraphVariable]:
         """Returns the variables of a spec's graph."""
         task = link_pb2.PrepareRequest(variables=link_pb2.VariablesTask(spec=spec))

@@ -27,6 +27,7 @@ from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.messages import read_fault
 from gradrule_server.link.operating_system import allocated_bytes
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.recovery.endings import ProgramNotLoaded
 from tests.unit.engine.building import prepared
 
 _PACKAGE = Path(gradrule_server.engine.__file__).parent
@@ -120,6 +121,26 @@ def test_repeated_small_call_runs_through_few_modules(ends: tuple[FrameSocket, F
         sys.setprofile(before)
     assert [_answer(front).kind for _ in range(3)] == [Kind.COMPILED, Kind.RAN, Kind.RAN]
     assert files == {"service.py", "run.py", "arguments.py", "program.py", "response_writer.py"}
+
+
+def test_a_program_with_an_override_without_effect_is_refused_and_not_kept(
+    ends: tuple[FrameSocket, FrameSocket],
+) -> None:
+    engine, front = ends
+    service = EngineService(engine, "CPU:0", BlobReader(None))
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [3])
+    g.op_output("Sign", x, name="aside")
+    g.op_output("Relu", x, name="y")
+    request = prepared(g, {"Sign": "ste"}, vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request
+    service.handle(Frame(Kind.COMPILE, 1, request.SerializeToString()))
+    told = read_fault(bytes(_answer(front).payload))
+    assert told.reason == errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE
+    assert "override 'Sign' (rule 'ste') has no effect" in told.message
+    assert "'aside' (Sign): off the path from ys to xs" in told.message
+    run = link_pb2.RunRequest(key=request.key).SerializeToString()
+    service.handle(Frame(Kind.RUN, 2, run))
+    assert isinstance(read_fault(bytes(_answer(front).payload)), ProgramNotLoaded)
 
 
 def _memory(front: FrameSocket) -> link_pb2.MemoryNotice:

@@ -365,6 +365,8 @@ class CompileRequest(google.protobuf.message.Message):
     BATCHED_FIELD_NUMBER: builtins.int
     DESCRIBE_ONLY_FIELD_NUMBER: builtins.int
     JIT_FIELD_NUMBER: builtins.int
+    MATCHES_FIELD_NUMBER: builtins.int
+    OVERRIDES_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Digest of the program, which RUN and UNLOAD use as its key."""
     graph: builtins.bytes
@@ -462,6 +464,14 @@ class CompileRequest(google.protobuf.message.Message):
     def input_aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Alternative names that calls may use for inputs and variables, each with the name of the input."""
 
+    @property
+    def matches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Match]:
+        """Nodes that overrides matched."""
+
+    @property
+    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CheckedOverride]:
+        """Overrides that must have an effect."""
+
     def __init__(
         self,
         *,
@@ -495,8 +505,10 @@ class CompileRequest(google.protobuf.message.Message):
         batched: builtins.bool = ...,
         describe_only: builtins.bool = ...,
         jit: builtins.bool = ...,
+        matches: collections.abc.Iterable[global___Match] | None = ...,
+        overrides: collections.abc.Iterable[global___CheckedOverride] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batched", b"batched", "blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "describe_only", b"describe_only", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "max_unpacking", b"max_unpacking", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batched", b"batched", "blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "describe_only", b"describe_only", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "matches", b"matches", "max_rank", b"max_rank", "max_unpacking", b"max_unpacking", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "overrides", b"overrides", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
@@ -551,94 +563,92 @@ class Upstream(google.protobuf.message.Message):
 global___Upstream = Upstream
 
 @typing.final
+class Match(google.protobuf.message.Message):
+    """A node that an override matched."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESOLUTION_FIELD_NUMBER: builtins.int
+    OVERRIDE_FIELD_NUMBER: builtins.int
+    DIFFERENTIABLE_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
+    REQUIRED_FIELD_NUMBER: builtins.int
+    override: builtins.int
+    """Index of the override in the request; -1: the node's own attribute."""
+    differentiable: builtins.bool
+    """Whether the element types of the node have gradients."""
+    mark: builtins.int
+    """Index into CompileRequest.marks. Not set: no gradient reaches the node."""
+    required: builtins.bool
+    """Whether the node's own attribute names the rule, and it is an error if that has no effect on any node of this op type."""
+    @property
+    def resolution(self) -> gradrule.v1.override_pb2.Resolution:
+        """The match, without its status."""
+
+    def __init__(
+        self,
+        *,
+        resolution: gradrule.v1.override_pb2.Resolution | None = ...,
+        override: builtins.int = ...,
+        differentiable: builtins.bool = ...,
+        mark: builtins.int | None = ...,
+        required: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_mark", b"_mark", "mark", b"mark", "resolution", b"resolution"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_mark", b"_mark", "differentiable", b"differentiable", "mark", b"mark", "override", b"override", "required", b"required", "resolution", b"resolution"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_mark", b"_mark"]) -> typing.Literal["mark"] | None: ...
+
+global___Match = Match
+
+@typing.final
+class CheckedOverride(google.protobuf.message.Message):
+    """An override, or a preset as a whole, that must have an effect."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    TITLE_FIELD_NUMBER: builtins.int
+    MADE_RULES_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """Index in the request."""
+    title: builtins.str
+    """The override as messages name it: `override 'act' (rule 'ste')`."""
+    @property
+    def made_rules(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indices of its rules for nodes that gradients create; -1: the op's own gradient."""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        title: builtins.str = ...,
+        made_rules: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "made_rules", b"made_rules", "title", b"title"]) -> None: ...
+
+global___CheckedOverride = CheckedOverride
+
+@typing.final
 class CompileReply(google.protobuf.message.Message):
     """The answer to COMPILE."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    STATUSES_FIELD_NUMBER: builtins.int
-    DEFAULT_GRADIENT_NODES_FIELD_NUMBER: builtins.int
-    INPUTS_FIELD_NUMBER: builtins.int
-    OUTPUTS_FIELD_NUMBER: builtins.int
-    YS_FIELD_NUMBER: builtins.int
-    XS_FIELD_NUMBER: builtins.int
-    WITHOUT_GRADIENT_FIELD_NUMBER: builtins.int
-    MADE_FIELD_NUMBER: builtins.int
-    SPARSE_GRADIENTS_FIELD_NUMBER: builtins.int
-    @property
-    def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gradrule.v1.override_pb2.ResolutionStatus.ValueType]:
-        """Status of each mark, in order; unspecified if the node has another rank than the mark."""
-
-    @property
-    def default_gradient_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Nodes on the gradient path that no override matched."""
-
-    @property
-    def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
-        """Inputs with the shapes that TensorFlow inferred."""
-
-    @property
-    def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
-        """Fetches with types and shapes."""
-
-    @property
-    def ys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
-        """ys with types and shapes."""
-
-    @property
-    def xs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
-        """xs with types and shapes."""
-
-    @property
-    def without_gradient(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WithoutGradient]:
-        """Nodes without a gradient, which CompileRequest.no_gradient applies to."""
-
-    @property
-    def made(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indices into CompileRequest.made: the rules that nodes created by gradients use."""
-
-    @property
-    def sparse_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The xs whose gradients are slices."""
-
+    PROGRAM_FIELD_NUMBER: builtins.int
+    TAIL_FIELD_NUMBER: builtins.int
+    program: builtins.bytes
+    """Bytes of a `gradrule.v1.Program`, to which PreparedProgram.program is appended."""
+    tail: builtins.bytes
+    """Bytes of a partial `gradrule.v1.EvaluateResponse`, to which PreparedProgram.tail is appended."""
     def __init__(
         self,
         *,
-        statuses: collections.abc.Iterable[gradrule.v1.override_pb2.ResolutionStatus.ValueType] | None = ...,
-        default_gradient_nodes: collections.abc.Iterable[builtins.str] | None = ...,
-        inputs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
-        outputs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
-        ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
-        xs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
-        without_gradient: collections.abc.Iterable[global___WithoutGradient] | None = ...,
-        made: collections.abc.Iterable[builtins.int] | None = ...,
-        sparse_gradients: collections.abc.Iterable[builtins.str] | None = ...,
+        program: builtins.bytes = ...,
+        tail: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["default_gradient_nodes", b"default_gradient_nodes", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "sparse_gradients", b"sparse_gradients", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["program", b"program", "tail", b"tail"]) -> None: ...
 
 global___CompileReply = CompileReply
-
-@typing.final
-class WithoutGradient(google.protobuf.message.Message):
-    """A node whose op has no gradient."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NODE_FIELD_NUMBER: builtins.int
-    OP_TYPE_FIELD_NUMBER: builtins.int
-    node: builtins.str
-    """Public name of the node."""
-    op_type: builtins.str
-    """Its op type."""
-    def __init__(
-        self,
-        *,
-        node: builtins.str = ...,
-        op_type: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["node", b"node", "op_type", b"op_type"]) -> None: ...
-
-global___WithoutGradient = WithoutGradient
 
 @typing.final
 class ParamSetting(google.protobuf.message.Message):
@@ -1445,7 +1455,6 @@ class PrepareRequest(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
     PROGRAM_FIELD_NUMBER: builtins.int
-    FINISH_FIELD_NUMBER: builtins.int
     VARIABLES_FIELD_NUMBER: builtins.int
     RULE_FIELD_NUMBER: builtins.int
     SAMPLE_FIELD_NUMBER: builtins.int
@@ -1466,10 +1475,6 @@ class PrepareRequest(google.protobuf.message.Message):
         """
 
     @property
-    def finish(self) -> global___FinishTask:
-        """Builds the description of a compiled program → FinishedProgram."""
-
-    @property
     def variables(self) -> global___VariablesTask:
         """Lists the variables of a graph → GraphVariables."""
 
@@ -1483,14 +1488,13 @@ class PrepareRequest(google.protobuf.message.Message):
         limits: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         blob_folder: builtins.str = ...,
         program: global___ProgramTask | None = ...,
-        finish: global___FinishTask | None = ...,
         variables: global___VariablesTask | None = ...,
         rule: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
         sample: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["finish", b"finish", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "finish", b"finish", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["task", b"task"]) -> typing.Literal["program", "finish", "variables", "rule", "sample"] | None: ...
+    def HasField(self, field_name: typing.Literal["program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["task", b"task"]) -> typing.Literal["program", "variables", "rule", "sample"] | None: ...
 
 global___PrepareRequest = PrepareRequest
 
@@ -1604,7 +1608,7 @@ class PreparedProgram(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     BLOBS_FIELD_NUMBER: builtins.int
     DERIVATIVE_FIELD_NUMBER: builtins.int
-    PLAN_FIELD_NUMBER: builtins.int
+    PROGRAM_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
     PLACEHOLDERS_FIELD_NUMBER: builtins.int
     KEPT_SPEC_FIELD_NUMBER: builtins.int
@@ -1612,6 +1616,7 @@ class PreparedProgram(google.protobuf.message.Message):
     IS_KNOWN_FIELD_NUMBER: builtins.int
     RULE_NAMES_FIELD_NUMBER: builtins.int
     IS_BATCHED_FIELD_NUMBER: builtins.int
+    TAIL_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Digest of the program."""
     graph_digest: builtins.str
@@ -1622,8 +1627,8 @@ class PreparedProgram(google.protobuf.message.Message):
     """Number of nodes of the expanded graph."""
     derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType
     """Kind of derivative."""
-    plan: builtins.bytes
-    """Bytes of the ProgramPlan, for FinishTask."""
+    program: builtins.bytes
+    """Bytes of a `gradrule.v1.Program`: what is known of it before an engine compiles it."""
     kept_spec: builtins.bytes
     """If ProgramTask.is_kept: bytes of the `gradrule.v1.ProgramSpec`, with an inline graph as bytes."""
     override_values: builtins.bytes
@@ -1632,6 +1637,8 @@ class PreparedProgram(google.protobuf.message.Message):
     """Whether the front end knows the digest of the spec; no other field is set then."""
     is_batched: builtins.bool
     """Whether calls of the program may run in batches."""
+    tail: builtins.bytes
+    """Bytes of a partial `gradrule.v1.EvaluateResponse` that end the answers to calls with an inline program."""
     @property
     def blobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Blobs that an engine reads when it loads the program."""
@@ -1657,7 +1664,7 @@ class PreparedProgram(google.protobuf.message.Message):
         nodes: builtins.int = ...,
         blobs: collections.abc.Iterable[builtins.str] | None = ...,
         derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType = ...,
-        plan: builtins.bytes = ...,
+        program: builtins.bytes = ...,
         params: global___ParamTable | None = ...,
         placeholders: collections.abc.Iterable[builtins.str] | None = ...,
         kept_spec: builtins.bytes = ...,
@@ -1665,9 +1672,10 @@ class PreparedProgram(google.protobuf.message.Message):
         is_known: builtins.bool = ...,
         rule_names: collections.abc.Iterable[builtins.str] | None = ...,
         is_batched: builtins.bool = ...,
+        tail: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "derivative", b"derivative", "graph_digest", b"graph_digest", "is_batched", b"is_batched", "is_known", b"is_known", "kept_spec", b"kept_spec", "key", b"key", "likeness", b"likeness", "nodes", b"nodes", "override_values", b"override_values", "params", b"params", "placeholders", b"placeholders", "plan", b"plan", "rule_names", b"rule_names"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "derivative", b"derivative", "graph_digest", b"graph_digest", "is_batched", b"is_batched", "is_known", b"is_known", "kept_spec", b"kept_spec", "key", b"key", "likeness", b"likeness", "nodes", b"nodes", "override_values", b"override_values", "params", b"params", "placeholders", b"placeholders", "program", b"program", "rule_names", b"rule_names", "tail", b"tail"]) -> None: ...
 
 global___PreparedProgram = PreparedProgram
 
@@ -1740,256 +1748,6 @@ class BoundParams(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["is_default_label", b"is_default_label", "label", b"label", "name", b"name", "params", b"params"]) -> None: ...
 
 global___BoundParams = BoundParams
-
-@typing.final
-class ProgramPlan(google.protobuf.message.Message):
-    """The results of a ProgramTask that FinishTask needs."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    @typing.final
-    class AliasesEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
-    KEY_FIELD_NUMBER: builtins.int
-    GRAPH_DIGEST_FIELD_NUMBER: builtins.int
-    ALIASES_FIELD_NUMBER: builtins.int
-    OPTIONAL_INPUTS_FIELD_NUMBER: builtins.int
-    MATCHES_FIELD_NUMBER: builtins.int
-    OVERRIDES_FIELD_NUMBER: builtins.int
-    MADE_FIELD_NUMBER: builtins.int
-    HAS_YS_FIELD_NUMBER: builtins.int
-    NO_GRADIENT_FIELD_NUMBER: builtins.int
-    REWRITTEN_FIELD_NUMBER: builtins.int
-    DRAWS_RANDOM_FIELD_NUMBER: builtins.int
-    NOTES_FIELD_NUMBER: builtins.int
-    key: builtins.str
-    """Digest of the program."""
-    graph_digest: builtins.str
-    """Digest of the graph's bytes."""
-    has_ys: builtins.bool
-    """Whether the program computes a derivative."""
-    no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
-    """As in ProgramSpec."""
-    draws_random: builtins.bool
-    """As in `gradrule.v1.Program`."""
-    @property
-    def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Aliases of the spec."""
-
-    @property
-    def optional_inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
-        """Inputs that calls need not feed, because they have a default or a value."""
-
-    @property
-    def matches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlannedMatch]:
-        """Nodes that overrides matched."""
-
-    @property
-    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlannedOverride]:
-        """Overrides, in order. A preset has one entry for each of its overrides."""
-
-    @property
-    def made(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MadeNode]:
-        """As in CompileRequest."""
-
-    @property
-    def rewritten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Nodes that rewrites replaced."""
-
-    @property
-    def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """As in `gradrule.v1.Program`."""
-
-    def __init__(
-        self,
-        *,
-        key: builtins.str = ...,
-        graph_digest: builtins.str = ...,
-        aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
-        optional_inputs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
-        matches: collections.abc.Iterable[global___PlannedMatch] | None = ...,
-        overrides: collections.abc.Iterable[global___PlannedOverride] | None = ...,
-        made: collections.abc.Iterable[global___MadeNode] | None = ...,
-        has_ys: builtins.bool = ...,
-        no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
-        rewritten: collections.abc.Iterable[builtins.str] | None = ...,
-        draws_random: builtins.bool = ...,
-        notes: collections.abc.Iterable[builtins.str] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "draws_random", b"draws_random", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "notes", b"notes", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "rewritten", b"rewritten"]) -> None: ...
-
-global___ProgramPlan = ProgramPlan
-
-@typing.final
-class PlannedMatch(google.protobuf.message.Message):
-    """A node that an override matched."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NODE_FIELD_NUMBER: builtins.int
-    OP_TYPE_FIELD_NUMBER: builtins.int
-    FUNCTION_FIELD_NUMBER: builtins.int
-    RULE_NAME_FIELD_NUMBER: builtins.int
-    LABEL_FIELD_NUMBER: builtins.int
-    OVERRIDE_FIELD_NUMBER: builtins.int
-    DIFFERENTIABLE_FIELD_NUMBER: builtins.int
-    NODES_FIELD_NUMBER: builtins.int
-    MARK_FIELD_NUMBER: builtins.int
-    QUALIFIED_NAME_FIELD_NUMBER: builtins.int
-    REQUIRED_FIELD_NUMBER: builtins.int
-    node: builtins.str
-    """Public name of the node."""
-    op_type: builtins.str
-    """Its op type."""
-    function: builtins.str
-    """Function of the uploaded graph that contains the node; empty: the top level."""
-    rule_name: builtins.str
-    """Name of the rule."""
-    label: builtins.str
-    """Label of the override."""
-    override: builtins.int
-    """Index of the override in the request; -1: the node's own attribute."""
-    differentiable: builtins.bool
-    """Whether its element types have gradients."""
-    mark: builtins.int
-    """Index into CompileRequest.marks. Not set: no gradient reaches the node."""
-    qualified_name: builtins.str
-    """As in Resolution."""
-    required: builtins.bool
-    """Whether the node's own attribute names the rule, and it is an error if that has no effect on any node of this op type."""
-    @property
-    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of all nodes of a subgraph; empty for a single node."""
-
-    def __init__(
-        self,
-        *,
-        node: builtins.str = ...,
-        op_type: builtins.str = ...,
-        function: builtins.str = ...,
-        rule_name: builtins.str = ...,
-        label: builtins.str = ...,
-        override: builtins.int = ...,
-        differentiable: builtins.bool = ...,
-        nodes: collections.abc.Iterable[builtins.str] | None = ...,
-        mark: builtins.int | None = ...,
-        qualified_name: builtins.str = ...,
-        required: builtins.bool = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_mark", b"_mark", "mark", b"mark"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_mark", b"_mark", "differentiable", b"differentiable", "function", b"function", "label", b"label", "mark", b"mark", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "override", b"override", "qualified_name", b"qualified_name", "required", b"required", "rule_name", b"rule_name"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_mark", b"_mark"]) -> typing.Literal["mark"] | None: ...
-
-global___PlannedMatch = PlannedMatch
-
-@typing.final
-class PlannedOverride(google.protobuf.message.Message):
-    """The part of an override that the check for overrides without effect needs."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: builtins.int
-    LABEL_FIELD_NUMBER: builtins.int
-    RULE_NAME_FIELD_NUMBER: builtins.int
-    RULE_FIELD_NUMBER: builtins.int
-    OPTIONAL_FIELD_NUMBER: builtins.int
-    IS_PRESET_FIELD_NUMBER: builtins.int
-    HAS_MADE_NODES_FIELD_NUMBER: builtins.int
-    PART_OF_GRAPH_FIELD_NUMBER: builtins.int
-    index: builtins.int
-    """Index in the request."""
-    label: builtins.str
-    """Its label."""
-    rule_name: builtins.str
-    """Name of its rule."""
-    rule: builtins.int
-    """Index of its rule; -1: the op's own gradient."""
-    optional: builtins.bool
-    """Whether it is valid without effect."""
-    is_preset: builtins.bool
-    """Whether it is part of a preset."""
-    has_made_nodes: builtins.bool
-    """Whether it also applies to nodes that gradients create."""
-    part_of_graph: builtins.bool
-    """As in GradientOverride."""
-    def __init__(
-        self,
-        *,
-        index: builtins.int = ...,
-        label: builtins.str = ...,
-        rule_name: builtins.str = ...,
-        rule: builtins.int = ...,
-        optional: builtins.bool = ...,
-        is_preset: builtins.bool = ...,
-        has_made_nodes: builtins.bool = ...,
-        part_of_graph: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["has_made_nodes", b"has_made_nodes", "index", b"index", "is_preset", b"is_preset", "label", b"label", "optional", b"optional", "part_of_graph", b"part_of_graph", "rule", b"rule", "rule_name", b"rule_name"]) -> None: ...
-
-global___PlannedOverride = PlannedOverride
-
-@typing.final
-class FinishTask(google.protobuf.message.Message):
-    """Builds the description of a compiled program."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PLAN_FIELD_NUMBER: builtins.int
-    REPLY_FIELD_NUMBER: builtins.int
-    DEVICE_FIELD_NUMBER: builtins.int
-    plan: builtins.bytes
-    """Bytes of the ProgramPlan."""
-    reply: builtins.bytes
-    """Bytes of the CompileReply."""
-    device: builtins.str
-    """Device that runs the program."""
-    def __init__(
-        self,
-        *,
-        plan: builtins.bytes = ...,
-        reply: builtins.bytes = ...,
-        device: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "plan", b"plan", "reply", b"reply"]) -> None: ...
-
-global___FinishTask = FinishTask
-
-@typing.final
-class FinishedProgram(google.protobuf.message.Message):
-    """A compiled program."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PROGRAM_FIELD_NUMBER: builtins.int
-    TAIL_FIELD_NUMBER: builtins.int
-    program: builtins.bytes
-    """Bytes of the `gradrule.v1.Program`, without a name."""
-    tail: builtins.bytes
-    """Bytes of a partial `gradrule.v1.EvaluateResponse`, which are appended to the answers to calls with an inline
-    program.
-    """
-    def __init__(
-        self,
-        *,
-        program: builtins.bytes = ...,
-        tail: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["program", b"program", "tail", b"tail"]) -> None: ...
-
-global___FinishedProgram = FinishedProgram
 
 @typing.final
 class VariablesTask(google.protobuf.message.Message):
