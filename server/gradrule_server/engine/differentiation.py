@@ -171,7 +171,7 @@ class Differentiation:
         if first:
             self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
-        outputs = mark.subgraph_outputs
+        outputs = mark.outputs
         if mark.rule == _OWN_GRADIENT and outputs and first:
             gradients = self._subgraph_target(op, mark).own_gradients(list(dys)[:outputs])
             return [*([None] * outputs), *gradients, *([None] * (len(op.inputs) - outputs - len(gradients)))]
@@ -218,7 +218,7 @@ class Differentiation:
         results = [tf.convert_to_tensor(gradients[index]) for index in given]
         what = f"gradient of {target.what}"
         mark = link_pb2.MarkedNode(
-            rule=len(self._rules), node=target.node, subgraph_outputs=len(given), op_type=what, every_order=True
+            rule=len(self._rules), node=target.node, outputs=len(given), op_type=what, every_order=True
         )
         notes: dict[str, str | int] = {tf_private.GRADIENT_ATTR: tf_private.GRADIENT_NAME, MARK_ATTR: len(self._marks)}
         self._rules.append(rule)
@@ -288,8 +288,8 @@ class Differentiation:
     def _subgraph_target(self, wrapper: tf.Operation, mark: link_pb2.MarkedNode) -> RuleTarget:
         """Returns the subgraph before an IdentityN that takes the outputs and then the inputs of the subgraph."""
         graph = tf.compat.v1.get_default_graph()
-        inputs, outputs = list(wrapper.inputs), mark.subgraph_outputs
-        end = outputs + mark.subgraph_inputs if mark.HasField("subgraph_inputs") else len(inputs)
+        inputs, outputs = list(wrapper.inputs), mark.outputs
+        end = outputs + mark.inputs if mark.HasField("inputs") else len(inputs)
         ys, xs = inputs[:outputs], inputs[outputs:end]
 
         def find_ops() -> Sequence[tf.Operation]:

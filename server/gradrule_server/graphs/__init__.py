@@ -4,7 +4,7 @@ bytes → `parse` → message → `expand` (check, resolve overrides, inline cal
 """
 
 from gradrule_server.graphs.contents import Contents, is_large, little_endian, move_constants
-from gradrule_server.graphs.expand_request import Expanded, ExpandRequest, GraphInput, Mark, VariableInfo
+from gradrule_server.graphs.expand_request import Expanded, ExpandRequest
 from gradrule_server.graphs.expansion import ReadGraph, expand, placeholders, variables
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Limits
 from gradrule_server.graphs.read import parse
@@ -19,13 +19,10 @@ __all__ = [
     "Contents",
     "ExpandRequest",
     "Expanded",
-    "GraphInput",
     "Limits",
-    "Mark",
     "Match",
     "OverrideSpec",
     "ReadGraph",
-    "VariableInfo",
     "expand",
     "is_large",
     "little_endian",

@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from gradrule.common import tensor_codec
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+from gradrule.v1.tensor_pb2 import Dt, Tensor
 from gradrule_server.graphs.ir import CONTENT_ATTR, Node
 from gradrule_server.policy import Limits, tensor_fault
 
@@ -32,16 +31,6 @@ _MOVED = _INDICES | {
 # Values of eight bytes can be encoded in one.
 _MAX_GROWTH = 8
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class LargeConstant:
-    """A constant of an expanded graph whose values are elsewhere. `sha256`: of the values, hex."""
-
-    name: str
-    dtype: Dt.ValueType
-    shape: TensorShape
-    sha256: str
 
 
 class Contents:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule.v1.tensor_pb2 import Dt, TensorSpec
 from gradrule_server.errors import error
-from gradrule_server.graphs.contents import LargeConstant
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import CONTAINERS, PLACEHOLDERS, Body, Ref, parse_tensor_name, short_tensor_name
 from gradrule_server.graphs.resolution_context import Match
 from gradrule_server.graphs.selectors import OverrideSpec
+from gradrule_server.link.v1 import link_pb2
 
 
 def _refuse_rule(name: str, _: str) -> int:
@@ -25,36 +25,6 @@ def _refuse_embedded_rule(label: str) -> int:
     raise error(
         Reason.ERROR_REASON_UNSUPPORTED, f"the rule {quote(label)}, which the graph contains, is not supported here"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The rule of the nodes whose attribute `_gradrule_mark` is the index of this mark.
-
-    Attributes:
-        rule: Index of the rule (-1: `default`, -2: foreign gradient, -3: none, because no gradient can reach the xs;
-            -4: the gradient goes to every input, as that of a written value of a variable).
-        node: Public name of the node.
-        foreign: Name of the foreign gradient.
-        outputs: Number of outputs of a subgraph; 0 for a single node.
-        inputs: Number of inputs that the rule receives; None: all.
-        rank: Rank of the outputs to which the mark applies; None: all ranks.
-        otherwise: Index of the mark that applies to outputs of other ranks; None: no mark.
-        op_type: Op type of a subgraph, for messages.
-        is_step: As in `Subgraph`.
-        every_order: As in `Match`.
-    """
-
-    rule: int
-    node: str
-    foreign: str = ""
-    outputs: int = 0
-    inputs: int | None = None
-    rank: int | None = None
-    otherwise: int | None = None
-    op_type: str = ""
-    is_step: bool = False
-    every_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +61,6 @@ class ExpandRequest:
     stateful: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GraphInput:
-    """An input of the expanded graph: a placeholder, a variable or another fed tensor (`x` or `h:1`).
-
-    Attributes:
-        optional: Whether calls may leave it out, because it has a default value or a bound value.
-        aliases: Other names that calls may use.
-    """
-
-    name: str
-    dtype: Dt.ValueType
-    shape: TensorShape
-    optional: bool = False
-    aliases: tuple[str, ...] = ()
-
-
 @dataclass(slots=True)
 class Expanded:
     """A graph in the form that the engine compiles."""
@@ -114,11 +68,15 @@ class Expanded:
     graph_bytes: bytes
     # Number of nodes, including those in functions and embedded rules.
     nodes: int
-    marks: list[Mark]
+    # The rules of nodes: the attribute `_gradrule_mark` of a node is an index of this list.
+    marks: list[link_pb2.MarkedNode]
     # Public name of the loop, branch or call that contains a function, by name of the function.
     scopes: dict[str, str]
     matches: list[Match]
-    inputs: list[GraphInput]
+    # Placeholders, variables and other fed tensors (`x` or `h:1`); calls may leave out optional ones.
+    inputs: list[TensorSpec]
+    # Other names that calls may use, with the name of the input.
+    input_aliases: dict[str, str]
     # Public names of the nodes that rewrites replaced.
     rewritten: list[str]
     # Whether a node draws random numbers, so that equal feeds give different results.
@@ -131,33 +89,18 @@ class Expanded:
     # Serialized graphs of embedded rules, by index. Arguments are placeholders; results are the nodes `dx`, `dx1`, ….
     embedded_rules: dict[int, bytes]
     embedded_rule_nodes: dict[int, int]
-    # Constants that are inputs of the graph.
-    constants: list[LargeConstant] = field(default_factory=list)
+    # Constants that are inputs of the graph, without the name of the file.
+    constants: list[link_pb2.BoundVariable] = field(default_factory=list)
     # Placeholders and variables that calls may feed without a new program, including those that no result needs.
     placeholders: list[str] = field(default_factory=list)
     # Variables with values, by the name in the request, including those that no result needs.
-    variables: dict[str, GraphInput] = field(default_factory=dict)
+    variables: dict[str, TensorSpec] = field(default_factory=dict)
     # If `with_updates` was set: the tensor with the new value, by name of the variable.
     updates: dict[str, str] = field(default_factory=dict)
 
     def dtype_of(self, name: str) -> Dt.ValueType:
         """Returns the element type of a requested tensor."""
         return self.dtypes[name]
-
-
-@dataclass(frozen=True, slots=True)
-class VariableInfo:
-    """A variable of a graph.
-
-    Attributes:
-        names: All names that requests may use, the variable's own name first.
-        initialised: Whether the graph computes the initial value.
-    """
-
-    names: tuple[str, ...]
-    dtype: Dt.ValueType
-    shape: TensorShape
-    initialised: bool
 
 
 _SHOWN = 10

@@ -14,24 +14,23 @@ from typing import NamedTuple
 
 from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule.v1.tensor_pb2 import Dt, TensorShape, TensorSpec
 from gradrule_server.graphs.check import check, check_runnable
 from gradrule_server.graphs.constant_sums import softmax_before
-from gradrule_server.graphs.contents import Contents, LargeConstant, constant_digest, restore_values
+from gradrule_server.graphs.contents import Contents, constant_digest, restore_values
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, copy_graph
 from gradrule_server.graphs.embedded_rules import expand_embedded_rules, write_embedded_rules
 from gradrule_server.graphs.expand_request import (
     Expanded,
     ExpandRequest,
-    GraphInput,
     TensorNames,
-    VariableInfo,
     find_fed,
     find_requested,
     find_selected,
 )
 from gradrule_server.graphs.findings import Finding, Findings, GradruleError, Reason, quote
 from gradrule_server.graphs.ir import (
+    DIFFERENTIABLE,
     PLACEHOLDER_WITH_DEFAULT,
     PLACEHOLDERS,
     Body,
@@ -52,6 +51,7 @@ from gradrule_server.graphs.subgraphs import insert_custom_gradient_nodes
 from gradrule_server.graphs.variable_lowering import lower_variables
 from gradrule_server.graphs.variables import VARIABLE_OPS, Variable, VariableTable, fed_in_place
 from gradrule_server.graphs.write import mark_nodes, tensor_name, write_graph
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import ops_with
 
 _DRAWS_RANDOM = ops_with("draws_random")
@@ -127,7 +127,7 @@ def expand(graph: Graph | ReadGraph, request: ExpandRequest, limits: Limits | No
         return _Expansion(source, request, limits or Limits()).run()
 
 
-def variables(graph: Graph | ReadGraph, limits: Limits | None = None) -> list[VariableInfo]:
+def variables(graph: Graph | ReadGraph, limits: Limits | None = None) -> list[link_pb2.GraphVariable]:
     """Checks a graph and returns its variables. Raises `GradruleError` with all findings."""
     with _paused_collection():
         source = graph if isinstance(graph, ReadGraph) else ReadGraph(graph)
@@ -135,7 +135,13 @@ def variables(graph: Graph | ReadGraph, limits: Limits | None = None) -> list[Va
         if checked.findings:
             raise GradruleError(checked.findings)
         return [
-            VariableInfo((item.name, *sorted(item.aliases)), item.dtype, item.shape, bool(item.initialiser))
+            link_pb2.GraphVariable(
+                names=[item.name, *sorted(item.aliases)],
+                dtype=item.dtype,
+                shape=item.shape,
+                initialised=bool(item.initialiser),
+                differentiable=item.dtype in DIFFERENTIABLE,
+            )
             for item in checked.variables.all()
         ]
 
@@ -353,7 +359,7 @@ class _Expansion:
         rules, indices = self._rules.bodies, self._node_gradients.embedded_indices
         # Write the rules after marking: their nodes have marks too, for gradients of gradients.
         embedded_rules = write_embedded_rules(rules, indices, versions, self._limits)
-        given, moved = self._given, self._moved
+        given, moved, fed = self._given, self._moved, {item.name for item in inputs}
         return Expanded(
             graph_bytes=write_graph(body, rules.values(), versions),
             nodes=sum(len(inner.nodes) for root in self._bodies for inner in bodies_of(root)),
@@ -366,6 +372,9 @@ class _Expansion:
             embedded_rules=embedded_rules,
             embedded_rule_nodes={index: len(rules[name].nodes) for (name, _), index in indices.items()},
             inputs=inputs,
+            input_aliases={
+                alias: item.name for item in self._variables.all() for alias in item.aliases if item.name in fed
+            },
             constants=constants,
             tensor_names={name: tensor_name(body, moved[ref]) for name, ref in self._requested.items() if ref in moved},
             dtypes=self._dtypes,
@@ -377,7 +386,7 @@ class _Expansion:
                     if item in given.values() or not item.initialiser
                 ),
             ],
-            variables={name: _variable_input(item, optional=True) for name, item in given.items()},
+            variables={name: _variable_spec(item, optional=True) for name, item in given.items()},
             updates={
                 variable.name: tensor_name(body, moved[ref])
                 for variable, ref in zip(self._updates, self._update_keys, strict=True)
@@ -385,7 +394,7 @@ class _Expansion:
             },
         )
 
-    def _take_constants(self) -> list[LargeConstant]:
+    def _take_constants(self) -> list[link_pb2.BoundVariable]:
         """Turns the moved constants of the top level into inputs, and returns them; gives the others their values."""
         top, contents, restored = self._copy.body, self._source.contents, 0
         for root in self._bodies:
@@ -412,7 +421,9 @@ class _Expansion:
                 node.op, node.inputs, node.attrs = "Identity", [(len(top.nodes) - 1, 0)], {"T": dtype}
             else:
                 node.op, node.attrs = _INPUT, attrs
-            constants.append(LargeConstant(name, dtype.type, shape, digest))
+            value = link_pb2.KeptValue(offset=contents.offset(digest), sha256=digest)
+            spec = TensorSpec(name=name, dtype=dtype.type, shape=shape)
+            constants.append(link_pb2.BoundVariable(spec=spec, kept=value))
         return constants
 
     def _result_names(self) -> list[str]:
@@ -427,7 +438,7 @@ def _inputs(
     fed: Mapping[str, Ref],
     table: VariableTable,
     given: Container[Variable],
-) -> list[GraphInput]:
+) -> list[TensorSpec]:
     """Returns the inputs of calls: needed placeholders and variables, then other fed tensors."""
     # Top-level nodes keep their names, so a name shows whether a node remains.
     kept = {node.name for node in body.nodes if node.op in PLACEHOLDERS or node.op == PLACEHOLDER_WITH_DEFAULT}
@@ -437,20 +448,21 @@ def _inputs(
             continue
         if node.op in VARIABLE_OPS:
             variable = table.names[node.name]
-            inputs.append(_variable_input(variable, optional=variable in given))
+            inputs.append(_variable_spec(variable, optional=variable in given))
         else:
             optional = node.op not in PLACEHOLDERS
-            inputs.append(GraphInput(node.name, _dtype(top, (position, 0)), _shape(node), optional))
+            dtype = _dtype(top, (position, 0))
+            inputs.append(TensorSpec(name=node.name, dtype=dtype, shape=_shape(node), optional=optional))
     for name, ref in fed.items():
         if ref[0] in cut:
             node = top.nodes[ref[0]]
             shape = _shape(node) if node.op == PLACEHOLDER_WITH_DEFAULT else UNKNOWN_SHAPE.shape
-            inputs.append(GraphInput(name, _dtype(top, ref), shape))
+            inputs.append(TensorSpec(name=name, dtype=_dtype(top, ref), shape=shape))
     return inputs
 
 
-def _variable_input(variable: Variable, *, optional: bool) -> GraphInput:
-    return GraphInput(variable.name, variable.dtype, variable.shape, optional, tuple(sorted(variable.aliases)))
+def _variable_spec(variable: Variable, *, optional: bool) -> TensorSpec:
+    return TensorSpec(name=variable.name, dtype=variable.dtype, shape=variable.shape, optional=optional)
 
 
 def _shape(node: Node) -> TensorShape:

@@ -13,7 +13,6 @@ from gradrule.common.dtypes import as_dt
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
-from gradrule_server.graphs.expand_request import Mark
 from gradrule_server.graphs.ir import (
     ARG,
     GRADIENT_ATTR,
@@ -27,6 +26,7 @@ from gradrule_server.graphs.ir import (
 )
 from gradrule_server.graphs.resolution_context import ForeignGradient, Resolved
 from gradrule_server.graphs.resolve import FOREIGN_GRADIENT, NO_GRADIENT, VARIABLE_VALUE
+from gradrule_server.link.v1.link_pb2 import MarkedNode
 from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM
 
 GRADIENT_NAME = b"gradrule"
@@ -154,7 +154,7 @@ def _output_names(node: Node) -> list[str]:
 
 def mark_nodes(
     roots: Iterable[Body], resolved: Mapping[int, Resolved], variable_values: Collection[Node]
-) -> list[Mark]:
+) -> list[MarkedNode]:
     """Sets `mark` of all nodes that have matches, and returns the marks. Nodes that share a match share a mark.
 
     Args:
@@ -162,9 +162,9 @@ def mark_nodes(
         resolved: The matches, by id() of the node.
         variable_values: Nodes of written values of variables.
     """
-    marks: list[Mark] = []
+    marks: list[MarkedNode] = []
     if variable_values:
-        marks.append(Mark(VARIABLE_VALUE, ""))
+        marks.append(MarkedNode(rule=VARIABLE_VALUE))
     for node in variable_values:
         node.mark = 0
     numbers: dict[int, int] = {}
@@ -178,14 +178,14 @@ def mark_nodes(
             for item in found:
                 number = len(marks)
                 if isinstance(item, ForeignGradient):
-                    marks.append(Mark(FOREIGN_GRADIENT, item.node, item.name))
+                    marks.append(MarkedNode(rule=FOREIGN_GRADIENT, node=item.node, foreign=item.name))
                 else:
                     item.mark = number
                     otherwise = number + 1 if number < last else None
                     marks.append(
-                        Mark(
-                            item.rule if item.depends_on_xs else NO_GRADIENT,
-                            item.node,
+                        MarkedNode(
+                            rule=item.rule if item.depends_on_xs else NO_GRADIENT,
+                            node=item.node,
                             outputs=item.outputs,
                             inputs=item.inputs,
                             rank=item.rank,

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.messages import CallShape, canonical
@@ -188,26 +188,14 @@ def _build_request(
 ) -> link_pb2.CompileRequest:
     """Returns the request to the engine, without the key."""
     spec, derivative, table = program.spec, program.derivative, program.overrides
+    for mark in expanded.marks:
+        mark.every_order |= derivative.every_order
     return link_pb2.CompileRequest(
         graph=expanded.graph_bytes,
-        marks=[
-            link_pb2.MarkedNode(
-                rule=mark.rule,
-                node=mark.node,
-                foreign=mark.foreign,
-                subgraph_outputs=mark.outputs,
-                rank=mark.rank,
-                otherwise=mark.otherwise,
-                op_type=mark.op_type,
-                is_step=mark.is_step,
-                subgraph_inputs=mark.inputs,
-                every_order=mark.every_order or derivative.every_order,
-            )
-            for mark in expanded.marks
-        ],
+        marks=expanded.marks,
         rules=table.rule_messages(),
         scopes=expanded.scopes,
-        inputs=[input_spec(item) for item in expanded.inputs if not item.optional],
+        inputs=[item for item in expanded.inputs if not item.optional],
         fetches=_endpoints(spec.fetches, expanded),
         ys=_endpoints(derivative.ys, expanded),
         xs=_endpoints(derivative.xs, expanded),
@@ -226,7 +214,7 @@ def _build_request(
         made=_derived_node_rules(table) if derivative.second_order else (),
         variables=values.bound,
         updates=[link_pb2.Endpoint(name=name, tensor=tensor) for name, tensor in expanded.updates.items()],
-        input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
+        input_aliases=expanded.input_aliases,
         trusted=limits.trusted,
         memory_limit=limits.engine_bytes,
         max_rank=limits.rank,
@@ -360,11 +348,6 @@ def _derived_node_rules(table: OverrideTable) -> list[link_pb2.MadeNode]:
         for item in table.specs
         for op_type in sorted(item.made_op_types)
     ]
-
-
-def input_spec(item: graphs.GraphInput) -> tensor_pb2.TensorSpec:
-    """Returns the message that describes an input."""
-    return tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape, optional=item.optional)
 
 
 def _endpoints(names: Sequence[str], expanded: graphs.Expanded) -> list[link_pb2.Endpoint]:

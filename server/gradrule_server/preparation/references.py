@@ -338,17 +338,12 @@ class VariableValues:
 
 def bind_constants(graph: LoadedGraph, expanded: graphs.Expanded, keep: Keep | None) -> list[link_pb2.BoundVariable]:
     """Keeps the values of the constants that are inputs of the expanded graph, and returns their places."""
-    contents = graph.graph.contents
     if keep is None or not expanded.constants:
         return []
-    file = keep(contents)
-    return [
-        link_pb2.BoundVariable(
-            spec=tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape),
-            kept=link_pb2.KeptValue(file=file, offset=contents.offset(item.sha256), sha256=item.sha256),
-        )
-        for item in expanded.constants
-    ]
+    file = keep(graph.graph.contents)
+    for item in expanded.constants:
+        item.kept.file = file
+    return expanded.constants
 
 
 def bind_variables(
@@ -380,16 +375,15 @@ def bind_variables(
             reason, text = fault
             findings.append(Finding(reason, f"The value of variable {item.name!r} {text}.", item.name, field_name))
         elif variable.name in needed:
-            tensor = tensor_pb2.TensorSpec(name=variable.name, dtype=variable.dtype, shape=variable.shape)
             digest = _digest_content(item.value)
             content.append([variable.name, *digest])
             values = _large_values(item.value) if keep is not None else None
             if values is not None and kept.has_room(values, limits):
                 sha256 = kept.add(values)
                 place = link_pb2.KeptValue(offset=kept.offset(sha256), sha256=sha256)
-                bound.append(link_pb2.BoundVariable(spec=tensor, kept=place))
+                bound.append(link_pb2.BoundVariable(spec=variable, kept=place))
             else:
-                bound.append(link_pb2.BoundVariable(spec=tensor, value=item.value))
+                bound.append(link_pb2.BoundVariable(spec=variable, value=item.value))
     if findings:
         raise GradruleError(findings)
     if keep is not None and kept.size:

@@ -17,7 +17,7 @@ from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.messages import canonical, read_call_shape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_parsed_size
-from gradrule_server.preparation.prepare import Prepared, input_spec, override_values, prepare
+from gradrule_server.preparation.prepare import Prepared, override_values, prepare
 from gradrule_server.preparation.references import (
     AskFrontEnd,
     BlobFiles,
@@ -124,7 +124,7 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
     )
     program = program_pb2.Program(
         digests=program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key),
-        inputs=[input_spec(item) for item in expanded.inputs if item.optional],
+        inputs=[item for item in expanded.inputs if item.optional],
         rewritten=tail.rewritten,
         aliases=prepared.aliases,
         draws_random=tail.draws_random,
@@ -149,18 +149,7 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
 
 def _list_variables(spec: bytes, limits: Limits, blobs: FrontEndBlobs, reader: GraphReader) -> link_pb2.GraphVariables:
     graph = reader.load(_parse(spec, program_pb2.ProgramSpec, limits), limits, blobs).graph
-    return link_pb2.GraphVariables(
-        variables=[
-            link_pb2.GraphVariable(
-                names=item.names,
-                dtype=item.dtype,
-                shape=item.shape,
-                initialised=item.initialised,
-                differentiable=item.dtype in graphs.DIFFERENTIABLE,
-            )
-            for item in graphs.variables(graph, limits)
-        ]
-    )
+    return link_pb2.GraphVariables(variables=graphs.variables(graph, limits))
 
 
 def _check_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_pb2.RuleDefinition:

@@ -175,8 +175,8 @@ def test_a_moved_constant_becomes_an_input_of_its_shape() -> None:
     assert [dim.size for dim in written["c"].attr["shape"].shape.dim] == [2000]
     assert CONTENT_ATTR not in written["c"].attr
     [constant] = expanded.constants
-    assert (constant.name, constant.dtype) == ("c", Dt.DT_FLOAT)
-    assert constant.sha256 == hashlib.sha256(_WEIGHTS.tobytes()).hexdigest()
+    assert (constant.spec.name, constant.spec.dtype) == ("c", Dt.DT_FLOAT)
+    assert constant.kept.sha256 == hashlib.sha256(_WEIGHTS.tobytes()).hexdigest()
     # Calls neither see nor feed it.
     assert [item.name for item in expanded.inputs] == expanded.placeholders == ["x"]
 
@@ -191,7 +191,7 @@ def test_nodes_for_which_a_constant_waits_still_run() -> None:
     constant.input.append("^before")
     expanded = _expand(graph(placeholder(), _float("before", "Neg", "x"), constant, _float("y", "Neg", "c")), "y")
     written = {item.name: item for item in graphs.parse(expanded.graph_bytes).node}
-    [item] = expanded.constants
+    item = expanded.constants[0].spec
     assert written["c"].op == "Identity"
     assert list(written["c"].input) == [item.name, "^before"]
     assert written[item.name].op == "Placeholder"
@@ -201,8 +201,8 @@ def test_a_constant_of_a_called_function_is_an_input_for_each_call() -> None:
     body = function("f", ["a"], {"r": "m:z:0"}, [_constant(_tensor(_WEIGHTS)), _float("m", "Mul", "a", "c:output:0")])
     of = graph(placeholder(), call("one", "f", "x"), call("two", "f", "one"), functions=[body])
     expanded = _expand(of, "two", limits=graphs.Limits(inlined_bytes=1000))
-    assert [item.name for item in expanded.constants] == ["one/c", "two/c"]
-    assert len({item.sha256 for item in expanded.constants}) == 1
+    assert [item.spec.name for item in expanded.constants] == ["one/c", "two/c"]
+    assert len({item.kept.sha256 for item in expanded.constants}) == 1
 
 
 def _branches(count: int) -> Graph:

@@ -18,6 +18,7 @@ from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, Reason, error
 from gradrule_server.graphs import OverrideSpec
 from gradrule_server.graphs.selectors import compile_regex, glob_regex
+from gradrule_server.link.v1 import link_pb2
 from tests.samples import size
 from tests.unit.graphs.helpers import (
     call,
@@ -436,7 +437,7 @@ def test_default_on_a_call_exempts_its_inner_nodes() -> None:
     expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("s", op_type="Sign", index=1)])
     written = nodes_of(expanded)
     (marked,) = (item for item in written.values() if item.op == "Identity" and "_gradrule_mark" in item.attr)
-    assert expanded.marks[marked.attr["_gradrule_mark"].i] == graphs.Mark(-1, "c")
+    assert expanded.marks[marked.attr["_gradrule_mark"].i] == link_pb2.MarkedNode(rule=-1, node="c")
     assert marked.attr["_gradient_op_type"].s == b"gradrule"
     assert {mark.node for mark in expanded.marks} == {"c", "a/s", "a/b/s"}
     assert "c/s" not in {match.node for match in expanded.matches}

@@ -156,22 +156,23 @@ class MarkedNode(google.protobuf.message.Message):
     RULE_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     FOREIGN_FIELD_NUMBER: builtins.int
-    SUBGRAPH_OUTPUTS_FIELD_NUMBER: builtins.int
+    OUTPUTS_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     OTHERWISE_FIELD_NUMBER: builtins.int
     OP_TYPE_FIELD_NUMBER: builtins.int
     IS_STEP_FIELD_NUMBER: builtins.int
-    SUBGRAPH_INPUTS_FIELD_NUMBER: builtins.int
+    INPUTS_FIELD_NUMBER: builtins.int
     EVERY_ORDER_FIELD_NUMBER: builtins.int
     rule: builtins.int
     """Index into CompileRequest.rules; -1: the op's own gradient (`default`); -2: a gradient registered in another
-    process; -3: no gradient; -4: the gradient of the first output goes to every input.
+    process; -3: no gradient, because none can reach the xs; -4: the gradient of the first output goes to every input,
+    as that of a written value of a variable.
     """
     node: builtins.str
     """Public name of the node: `call/inner`."""
     foreign: builtins.str
     """For rule -2: the name under which the other process registered the gradient."""
-    subgraph_outputs: builtins.int
+    outputs: builtins.int
     """For a subgraph, whose node is an IdentityN: the number of its inputs that are outputs of the subgraph. The other
     inputs are inputs of the subgraph.
     """
@@ -185,7 +186,7 @@ class MarkedNode(google.protobuf.message.Message):
     """For a subgraph: whether it is a comparison followed by a Cast. The rule's input is then the difference of the
     operands.
     """
-    subgraph_inputs: builtins.int
+    inputs: builtins.int
     """For a subgraph: the number of inputs, after the outputs, that the rule receives. Further inputs get no gradient.
     Not set: all.
     """
@@ -197,22 +198,22 @@ class MarkedNode(google.protobuf.message.Message):
         rule: builtins.int = ...,
         node: builtins.str = ...,
         foreign: builtins.str = ...,
-        subgraph_outputs: builtins.int = ...,
+        outputs: builtins.int = ...,
         rank: builtins.int | None = ...,
         otherwise: builtins.int | None = ...,
         op_type: builtins.str = ...,
         is_step: builtins.bool = ...,
-        subgraph_inputs: builtins.int | None = ...,
+        inputs: builtins.int | None = ...,
         every_order: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "_subgraph_inputs", b"_subgraph_inputs", "otherwise", b"otherwise", "rank", b"rank", "subgraph_inputs", b"subgraph_inputs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "_subgraph_inputs", b"_subgraph_inputs", "every_order", b"every_order", "foreign", b"foreign", "is_step", b"is_step", "node", b"node", "op_type", b"op_type", "otherwise", b"otherwise", "rank", b"rank", "rule", b"rule", "subgraph_inputs", b"subgraph_inputs", "subgraph_outputs", b"subgraph_outputs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_inputs", b"_inputs", "_otherwise", b"_otherwise", "_rank", b"_rank", "inputs", b"inputs", "otherwise", b"otherwise", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_inputs", b"_inputs", "_otherwise", b"_otherwise", "_rank", b"_rank", "every_order", b"every_order", "foreign", b"foreign", "inputs", b"inputs", "is_step", b"is_step", "node", b"node", "op_type", b"op_type", "otherwise", b"otherwise", "outputs", b"outputs", "rank", b"rank", "rule", b"rule"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_inputs", b"_inputs"]) -> typing.Literal["inputs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_otherwise", b"_otherwise"]) -> typing.Literal["otherwise"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_subgraph_inputs", b"_subgraph_inputs"]) -> typing.Literal["subgraph_inputs"] | None: ...
 
 global___MarkedNode = MarkedNode
 
