@@ -5,8 +5,9 @@ Nodes are identified by id(). Every output of a loop or branch node counts as de
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -142,62 +143,42 @@ def inner_bodies(node: Node) -> Iterator[tuple[Body, int, bool]]:
 
 
 class _Forward:
-    """Propagates dependence from several tensor sets: each node gets the bits of the sets that it depends on.
-
-    The first walk visits all nodes of a body. Later changes of its arguments are propagated only to the nodes that
-    depend on them, so that each iteration over a loop body visits only the nodes that change.
-    """
+    """Propagates dependence from several tensor sets: each node gets the bits of the sets that it depends on."""
 
     def __init__(self, seeds: Seeds, cut: Cut | None, orders: Orders) -> None:
         self._seeds, self._cut, self._orders = seeds, cut, orders
-        self._bodies: dict[int, _Reached] = {}
+        self._bodies: dict[int, tuple[Body, list[int]]] = {}
 
-    def found(self) -> Iterator[tuple[Body, list[int]]]:
-        """Yields each visited body with the bits of its nodes."""
-        return ((reached.body, reached.bits) for reached in self._bodies.values())
+    def found(self) -> Iterable[tuple[Body, list[int]]]:
+        """Returns each visited body with the bits of its nodes."""
+        return self._bodies.values()
 
     def run(self, body: Body, args: Sequence[int], *, is_loop_body: bool) -> int:
         """Adds bits to the arguments; returns the bits of all results.
 
         `is_loop_body`: whether the results are the arguments of the next iteration of a loop.
         """
-        reached = self._bodies.get(id(body))
-        if reached is None:
-            reached = self._bodies[id(body)] = _Reached(body, [0] * len(body.nodes))
-            reached.bits[: len(args)] = args
-            for position in self._orders.get(body):
-                self._visit(reached, position)
-            changed: deque[int] = deque()
-        else:
-            changed = deque(position for position, bits in enumerate(args) if reached.add_bits(position, bits))
-        if is_loop_body:
-            next_arguments = reached.next_arguments()
-            changed.extend(
-                arg for arg, ref in enumerate(body.results) if reached.add_bits(arg, self._bits_of(reached, ref))
-            )
-        else:
-            next_arguments = {}
-        while changed:
-            position = changed.popleft()
-            for consumer in reached.consumers(self._cut)[position]:
-                if self._visit(reached, consumer):
-                    changed.append(consumer)
-            for arg in next_arguments.get(position, ()):
-                if reached.add_bits(arg, reached.bits[position]):
-                    changed.append(arg)
-        results = 0
-        for ref in body.results:
-            results |= self._bits_of(reached, ref)
-        return results
+        changed = id(body) not in self._bodies
+        _, bits = self._bodies.setdefault(id(body), (body, [0] * len(body.nodes)))
+        while True:
+            for arg, own in enumerate(args):
+                changed |= bool(own & ~bits[arg])
+                bits[arg] |= own
+            if changed:
+                for position in self._orders.get(body):
+                    bits[position] |= self._bits_behind(body, bits, position)
+            results = [self._bits_of(body, bits, ref) for ref in body.results]
+            if not changed or not is_loop_body:
+                return functools.reduce(operator.or_, results, 0)
+            args, changed = results, False
 
-    def _bits_of(self, reached: _Reached, ref: Ref) -> int:
+    def _bits_of(self, body: Body, bits: Sequence[int], ref: Ref) -> int:
         """Returns the bits of a tensor: those of its node, and of the sets that contain it."""
-        return reached.bits[ref[0]] | self._seeds.get(id(reached.body), {}).get(ref, 0)
+        return bits[ref[0]] | self._seeds.get(id(body), {}).get(ref, 0)
 
-    def _visit(self, reached: _Reached, position: int) -> bool:
-        """Adds the bits of its inputs to a node; returns whether its bits changed."""
-        body = reached.body
-        node, bits = body.nodes[position], reached.bits
+    def _bits_behind(self, body: Body, bits: Sequence[int], position: int) -> int:
+        """Returns the bits of the inputs of a node."""
+        node = body.nodes[position]
         seeds = self._seeds.get(id(body), {})
         own = 0
         if self._cut is None:
@@ -207,7 +188,7 @@ class _Forward:
             for ref in self._cut.shortcuts.get(id(node), ()):
                 own |= 0 if ref in constants else bits[ref[0]] | seeds.get(ref, 0)
             if not self._cut.passes(node):
-                return reached.add_bits(position, own)
+                return own
             inputs = [
                 bits[ref[0]] | seeds.get(ref, 0)
                 if ref not in constants and flows_to(node, index, self._cut.flows)
@@ -218,45 +199,7 @@ class _Forward:
             own |= item
         for inner, offset, is_loop_body in inner_bodies(node) if node.functions else ():
             own |= self.run(inner, inputs[offset:], is_loop_body=is_loop_body)
-        return reached.add_bits(position, own)
-
-
-@dataclass(slots=True, eq=False)
-class Links:
-    """A body with the nodes that a change of each node can change, cached."""
-
-    body: Body
-    _consumers: list[list[int]] | None = field(default=None, init=False)
-
-    def consumers(self, cut: Cut | None) -> list[list[int]]:
-        """Returns the nodes that a change of each node can change: its consumers, and ends of shortcuts from it."""
-        if self._consumers is None:
-            self._consumers = consumers_of(self.body)
-            shortcuts = {} if cut is None else cut.shortcuts
-            for position, node in enumerate(self.body.nodes if shortcuts else ()):
-                for producer, _ in shortcuts.get(id(node), ()):
-                    self._consumers[producer].append(position)
-        return self._consumers
-
-    def next_arguments(self) -> dict[int, list[int]]:
-        """Returns the arguments that each result becomes in the next iteration of a loop, by producer of the result."""
-        back: dict[int, list[int]] = {}
-        for arg, (producer, _) in enumerate(self.body.results):
-            back.setdefault(producer, []).append(arg)
-        return back
-
-
-@dataclass(slots=True, eq=False)
-class _Reached(Links):
-    """The bits of the nodes of a body, with its cached consumers."""
-
-    bits: list[int]
-
-    def add_bits(self, position: int, bits: int) -> bool:
-        """Adds bits to a node; returns whether its bits changed."""
-        changed = bool(bits & ~self.bits[position])
-        self.bits[position] |= bits
-        return changed
+        return own
 
 
 def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int], orders: Orders) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradrule_server.graphs.ir import Body, Ref
-from gradrule_server.graphs.paths import Cut, Links, Orders, flows_to, inner_bodies
+from gradrule_server.graphs.paths import Cut, Orders, flows_to, inner_bodies
 
 Flags = NDArray[np.bool_]
 Counts = NDArray[np.int32]
@@ -79,15 +78,15 @@ class Ranking:
 class _RanksFromXs:
     """Ranks the members of node sets along the paths from the xs.
 
-    Each node is ranked once, in the first iteration in which a path leads to it. The first walk visits all nodes of a
-    body, later ones only the nodes behind arguments that paths lead to in later iterations.
+    Each node is ranked once, in the first iteration in which a path leads to it.
     """
 
     def __init__(self, ranking: Ranking) -> None:
         self.found: dict[int, Flags] = {}
         self._ranking = ranking
         self._zero: Counts = np.zeros_like(ranking.wanted)
-        self._bodies: dict[int, _Ranked] = {}
+        # For each body, by id(): the counts behind its nodes; None for those that no path leads to so far.
+        self._bodies: dict[int, list[Counts | None]] = {}
 
     def run(self, body: Body, args: Sequence[Counts | None], *, is_loop_body: bool) -> Counts:
         """Ranks the members that paths through the arguments lead to; returns the largest counts at the results.
@@ -95,56 +94,34 @@ class _RanksFromXs:
         `args`: the counts at the arguments; None for those that no path leads to so far.
         `is_loop_body`: whether the results are the arguments of the next iteration of a loop.
         """
-        ranked = self._bodies.get(id(body))
-        if ranked is None:
-            ranked = self._bodies[id(body)] = _Ranked(body, self._ranking.orders.get(body), [None] * len(body.nodes))
-            ranked.behind[: len(args)] = args
-            changed = list(range(len(args)))
-            changed += [position for position in ranked.order if self._visit(ranked, position)]
-        else:
-            changed = self._continue(ranked, ranked.add_arguments(dict(enumerate(args))))
-        next_arguments = ranked.next_arguments() if is_loop_body else {}
-        while next_arguments and changed:
-            following = {
-                arg: ranked.behind[position] for position in changed for arg in next_arguments.get(position, ())
-            }
-            changed = self._continue(ranked, ranked.add_arguments(following))
-        return _largest((count for ref in body.results if (count := ranked.behind[ref[0]]) is not None), self._zero)
+        changed = id(body) not in self._bodies
+        behind = self._bodies.setdefault(id(body), [None] * len(body.nodes))
+        while True:
+            for arg, count in enumerate(args):
+                if count is not None and behind[arg] is None:
+                    behind[arg], changed = count, True
+            if changed:
+                for position in self._ranking.orders.get(body):
+                    self._visit(body, behind, position)
+            results = [behind[producer] for producer, _ in body.results]
+            if not changed or not is_loop_body:
+                return _largest((count for count in results if count is not None), self._zero)
+            args, changed = results, False
 
-    def _continue(self, ranked: _Ranked, args: list[int]) -> list[int]:
-        """Visits the nodes behind arguments that paths now lead to; returns all nodes that paths now lead to."""
-        if not args:
-            return []
-        changed = list(args)
-        consumers, numbers = ranked.consumers(self._ranking.cut), ranked.numbers()
-        # A node comes after all of its producers, and after itself if it was added several times.
-        waiting = [numbers[consumer] for position in args for consumer in consumers[position]]
-        heapify(waiting)
-        last = -1
-        while waiting:
-            number = heappop(waiting)
-            if number != last and self._visit(ranked, ranked.order[number]):
-                changed.append(ranked.order[number])
-                for consumer in consumers[ranked.order[number]]:
-                    heappush(waiting, numbers[consumer])
-            last = number
-        return changed
-
-    def _visit(self, ranked: _Ranked, position: int) -> bool:
-        """Ranks a node if a path leads to it, and the nodes in it; returns whether this is the first such path."""
-        ranking, body, behind = self._ranking, ranked.body, ranked.behind
-        node = body.nodes[position]
+    def _visit(self, body: Body, behind: list[Counts | None], position: int) -> None:
+        """Ranks a node if a path leads to it, and the nodes in it."""
+        ranking, node = self._ranking, body.nodes[position]
         key, is_new = id(node), behind[position] is None
         if position < body.arg_count or key not in ranking.path or not (is_new or node.functions):
-            return False
+            return
         before = [
-            self._count(ranked, ref) if flows_to(node, index, ranking.cut.flows) else None
+            self._count(body, behind, ref) if flows_to(node, index, ranking.cut.flows) else None
             for index, ref in enumerate(node.inputs)
         ]
-        passed = (self._count(ranked, ref) for ref in ranking.cut.shortcuts.get(key, ()))
+        passed = (self._count(body, behind, ref) for ref in ranking.cut.shortcuts.get(key, ()))
         counts = [count for count in (*before, *passed) if count is not None]
         if not counts:
-            return False
+            return
         count = after = _largest(counts, self._zero)
         if is_new and key in ranking.members:
             self.found[key] = (count == ranking.wanted) & ranking.members[key]
@@ -153,36 +130,11 @@ class _RanksFromXs:
             after = np.maximum(after, self.run(inner, before[offset:], is_loop_body=is_loop_body))
         if is_new:
             behind[position] = after
-        return is_new
 
-    def _count(self, ranked: _Ranked, ref: Ref) -> Counts | None:
+    def _count(self, body: Body, behind: Sequence[Counts | None], ref: Ref) -> Counts | None:
         """Returns the count behind a tensor; None if no path leads to it so far."""
-        count = ranked.behind[ref[0]]
-        return self._zero if count is None and not ranked.body.name and ref in self._ranking.xs else count
-
-
-@dataclass(slots=True, eq=False)
-class _Ranked(Links):
-    """The counts behind the nodes of a body; None for those that no path leads to so far."""
-
-    order: Sequence[int]
-    behind: list[Counts | None]
-    _numbers: list[int] = field(default_factory=list, init=False)
-
-    def add_arguments(self, counts: Mapping[int, Counts | None]) -> list[int]:
-        """Sets the counts at the arguments that have none so far; returns the arguments that now have one."""
-        new = [arg for arg, count in counts.items() if count is not None and self.behind[arg] is None]
-        for arg in new:
-            self.behind[arg] = counts[arg]
-        return new
-
-    def numbers(self) -> list[int]:
-        """Returns the number of each node in topological order."""
-        if not self._numbers:
-            self._numbers = [0] * len(self.order)
-            for number, position in enumerate(self.order):
-                self._numbers[position] = number
-        return self._numbers
+        count = behind[ref[0]]
+        return self._zero if count is None and not body.name and ref in self._ranking.xs else count
 
 
 def _largest(counts: Iterable[Counts], least: Counts) -> Counts:
