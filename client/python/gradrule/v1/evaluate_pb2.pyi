@@ -146,6 +146,8 @@ class EvaluateRequest(google.protobuf.message.Message):
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     RUN_TIMEOUT_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    CONTENTS_FIELD_NUMBER: builtins.int
     program: builtins.str
     """Name of a compiled program: `programs/{id}`."""
     derivative: global___Derivative.ValueType
@@ -153,6 +155,11 @@ class EvaluateRequest(google.protobuf.message.Message):
     stacked_grad_ys: builtins.bool
     """True: each given grad_y is a stack of n upstream gradients along a new axis 0, with the same n for all. All gradients in the
     answer then have this axis too and are dense. A y without a grad_y gets ones for each of the n.
+    """
+    header: builtins.bytes
+    """The fast form of a request: the bytes of an EvaluateHeader, which hold everything that does not change from call to call. The
+    server keeps what it has worked out for these bytes, so a client sends the same bytes for equal calls. If it is set, `contents` and
+    `shared_memory` are the only other fields; MALFORMED_REQUEST if others are set too.
     """
     @property
     def spec(self) -> gradrule.v1.program_pb2.ProgramSpec:
@@ -201,6 +208,12 @@ class EvaluateRequest(google.protobuf.message.Message):
         The first run after a program is loaded counts as compiling: TensorFlow prepares its functions then.
         """
 
+    @property
+    def contents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """With a header: the elements of its tensors, in the order feeds, grad_ys, tangents, vectors. Tensors that are blobs or lie in shared
+        memory have no entry. MALFORMED_REQUEST if there are more or fewer.
+        """
+
     def __init__(
         self,
         *,
@@ -217,12 +230,159 @@ class EvaluateRequest(google.protobuf.message.Message):
         shared_memory: global___SharedMemoryUse | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
         run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        header: builtins.bytes = ...,
+        contents: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "contents", b"contents", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "header", b"header", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___EvaluateRequest = EvaluateRequest
+
+@typing.final
+class EvaluateHeader(google.protobuf.message.Message):
+    """What equal calls of a compiled program have in common; see EvaluateRequest.header."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ParamsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> global___ParamValues: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: global___ParamValues | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    PROGRAM_FIELD_NUMBER: builtins.int
+    FEEDS_FIELD_NUMBER: builtins.int
+    GRAD_YS_FIELD_NUMBER: builtins.int
+    TANGENTS_FIELD_NUMBER: builtins.int
+    VECTORS_FIELD_NUMBER: builtins.int
+    PARAMS_FIELD_NUMBER: builtins.int
+    DERIVATIVE_FIELD_NUMBER: builtins.int
+    STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    BATCHING_FIELD_NUMBER: builtins.int
+    ANSWER_PACKING_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
+    program: builtins.str
+    """As in EvaluateRequest. Required."""
+    derivative: global___Derivative.ValueType
+    """As in EvaluateRequest."""
+    stacked_grad_ys: builtins.bool
+    """As in EvaluateRequest."""
+    @property
+    def feeds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorHeader]:
+        """As in EvaluateRequest."""
+
+    @property
+    def grad_ys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorHeader]:
+        """As in EvaluateRequest."""
+
+    @property
+    def tangents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorHeader]:
+        """As in EvaluateRequest."""
+
+    @property
+    def vectors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorHeader]:
+        """As in EvaluateRequest."""
+
+    @property
+    def params(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, global___ParamValues]:
+        """As in EvaluateRequest."""
+
+    @property
+    def batching(self) -> gradrule.v1.program_pb2.Batching:
+        """As in EvaluateRequest."""
+
+    @property
+    def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
+        """As in EvaluateRequest."""
+
+    @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in EvaluateRequest."""
+
+    def __init__(
+        self,
+        *,
+        program: builtins.str = ...,
+        feeds: collections.abc.Iterable[global___TensorHeader] | None = ...,
+        grad_ys: collections.abc.Iterable[global___TensorHeader] | None = ...,
+        tangents: collections.abc.Iterable[global___TensorHeader] | None = ...,
+        vectors: collections.abc.Iterable[global___TensorHeader] | None = ...,
+        params: collections.abc.Mapping[builtins.str, global___ParamValues] | None = ...,
+        derivative: global___Derivative.ValueType = ...,
+        stacked_grad_ys: builtins.bool = ...,
+        batching: gradrule.v1.program_pb2.Batching | None = ...,
+        answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "run_timeout", b"run_timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "vectors", b"vectors"]) -> None: ...
+
+global___EvaluateHeader = EvaluateHeader
+
+@typing.final
+class TensorHeader(google.protobuf.message.Message):
+    """A tensor without its elements, which are an entry of EvaluateRequest.contents unless they are a blob or lie in shared memory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    COMPRESSION_FIELD_NUMBER: builtins.int
+    CONTENT_DTYPE_FIELD_NUMBER: builtins.int
+    IN_SHARED_MEMORY_FIELD_NUMBER: builtins.int
+    BLOB_SHA256_FIELD_NUMBER: builtins.int
+    CONTENT_IS_TENSOR_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`node` or `node:output`."""
+    dtype: gradrule.v1.tensor_pb2.Dt.ValueType
+    """Element type. Required."""
+    compression: gradrule.v1.tensor_pb2.Compression.ValueType
+    """Compression of the content, see PackedTensor."""
+    content_dtype: gradrule.v1.tensor_pb2.Dt.ValueType
+    """Element type of the content, see PackedTensor. Default: dtype."""
+    in_shared_memory: builtins.bool
+    """True: the elements lie in the memory that the request names, at the next of `SharedMemoryUse.offsets`. Not for DT_STRING or for
+    types of less than one byte.
+    """
+    blob_sha256: builtins.str
+    """SHA-256 (hex) of the blob that holds the elements, see BlobTensor. Default: they are no blob."""
+    content_is_tensor: builtins.bool
+    """False: the content is the elements, row-major and little-endian, as in `Tensor.tensor_content`. True: the content is the bytes of
+    a `Tensor` of this element type and shape. Required for DT_STRING and for integer types of less than one byte.
+    """
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Size of each dimension, outermost first. Default: a scalar."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        dtype: gradrule.v1.tensor_pb2.Dt.ValueType = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+        compression: gradrule.v1.tensor_pb2.Compression.ValueType = ...,
+        content_dtype: gradrule.v1.tensor_pb2.Dt.ValueType = ...,
+        in_shared_memory: builtins.bool = ...,
+        blob_sha256: builtins.str = ...,
+        content_is_tensor: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "compression", b"compression", "content_dtype", b"content_dtype", "content_is_tensor", b"content_is_tensor", "dtype", b"dtype", "in_shared_memory", b"in_shared_memory", "name", b"name", "shape", b"shape"]) -> None: ...
+
+global___TensorHeader = TensorHeader
 
 @typing.final
 class SharedMemoryUse(google.protobuf.message.Message):
@@ -237,6 +397,7 @@ class SharedMemoryUse(google.protobuf.message.Message):
     REQUEST_BYTES_FIELD_NUMBER: builtins.int
     ANSWER_OFFSET_FIELD_NUMBER: builtins.int
     ANSWER_BYTES_FIELD_NUMBER: builtins.int
+    OFFSETS_FIELD_NUMBER: builtins.int
     memory: builtins.bytes
     """Name that the server gave the memory. SHARED_MEMORY_LOST if the server does not have this memory."""
     request_bytes: builtins.int
@@ -245,6 +406,12 @@ class SharedMemoryUse(google.protobuf.message.Message):
     """Where the server may write tensors of the answer: offset in the memory, in bytes."""
     answer_bytes: builtins.int
     """Space for tensors of the answer, in bytes. Tensors that do not fit are sent inline. 0: all tensors are sent inline."""
+    @property
+    def offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For a request with a header: offset in the memory of each tensor that lies there, in bytes, in the order of the contents.
+        MALFORMED_REQUEST if there are more or fewer than such tensors.
+        """
+
     def __init__(
         self,
         *,
@@ -252,8 +419,9 @@ class SharedMemoryUse(google.protobuf.message.Message):
         request_bytes: builtins.int = ...,
         answer_offset: builtins.int = ...,
         answer_bytes: builtins.int = ...,
+        offsets: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["answer_bytes", b"answer_bytes", "answer_offset", b"answer_offset", "memory", b"memory", "request_bytes", b"request_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer_bytes", b"answer_bytes", "answer_offset", b"answer_offset", "memory", b"memory", "offsets", b"offsets", "request_bytes", b"request_bytes"]) -> None: ...
 
 global___SharedMemoryUse = SharedMemoryUse
 

@@ -16,7 +16,7 @@ import type { Batching, Digests, ProgramSpec } from "./program_pb.js";
 import { file_gradrule_v1_program } from "./program_pb.js";
 import type { ParamValue } from "./rule_pb.js";
 import { file_gradrule_v1_rule } from "./rule_pb.js";
-import type { NamedTensor, Packing, SharedMemoryTensor, SparseTensor, Tensor } from "./tensor_pb.js";
+import type { Compression, Dt, NamedTensor, Packing, SharedMemoryTensor, SparseTensor, Tensor } from "./tensor_pb.js";
 import { file_gradrule_v1_tensor } from "./tensor_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -24,7 +24,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/evaluate.proto.
  */
 export const file_gradrule_v1_evaluate: GenFile = /*@__PURE__*/
-  fileDesc("ChpncmFkcnVsZS92MS9ldmFsdWF0ZS5wcm90bxILZ3JhZHJ1bGUudjEiiwEKC1BhcmFtVmFsdWVzEjQKBnZhbHVlcxgBIAMoCzIkLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzLlZhbHVlc0VudHJ5GkYKC1ZhbHVlc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIogFCg9FdmFsdWF0ZVJlcXVlc3QSEQoHcHJvZ3JhbRgBIAEoCUgAEigKBHNwZWMYAiABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlY0gAEicKBWZlZWRzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEjgKBnBhcmFtcxgFIAMoCzIoLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdC5QYXJhbXNFbnRyeRIrCgpkZXJpdmF0aXZlGAYgASgOMhcuZ3JhZHJ1bGUudjEuRGVyaXZhdGl2ZRIqCgh0YW5nZW50cxgHIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEikKB3ZlY3RvcnMYCCADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIXCg9zdGFja2VkX2dyYWRfeXMYCSABKAgSJwoIYmF0Y2hpbmcYCiABKAsyFS5ncmFkcnVsZS52MS5CYXRjaGluZxIzCg1zaGFyZWRfbWVtb3J5GAsgASgLMhwuZ3JhZHJ1bGUudjEuU2hhcmVkTWVtb3J5VXNlEiwKDmFuc3dlcl9wYWNraW5nGAwgASgLMhQuZ3JhZHJ1bGUudjEuUGFja2luZxIuCgtydW5fdGltZW91dBgNIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAFCCAoGdGFyZ2V0ImUKD1NoYXJlZE1lbW9yeVVzZRIOCgZtZW1vcnkYASABKAwSFQoNcmVxdWVzdF9ieXRlcxgCIAEoBBIVCg1hbnN3ZXJfb2Zmc2V0GAMgASgEEhQKDGFuc3dlcl9ieXRlcxgEIAEoBCIUChJTaGFyZU1lbW9yeVJlcXVlc3QiYQoTU2hhcmVNZW1vcnlSZXNwb25zZRIPCgdhZGRyZXNzGAEgASgJEhIKCmNsaWVudF9rZXkYAiABKAwSEgoKc2VydmVyX2tleRgDIAEoDBIRCgltYXhfYnl0ZXMYBCABKAQiDQoLVW5jb25uZWN0ZWQiEwoRTm90RGlmZmVyZW50aWFibGUimgIKCEdyYWRpZW50EgkKAXgYASABKAkSJAoFZGVuc2UYAiABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3JIABIrCgZzcGFyc2UYAyABKAsyGS5ncmFkcnVsZS52MS5TcGFyc2VUZW5zb3JIABIvCgt1bmNvbm5lY3RlZBgEIAEoCzIYLmdyYWRydWxlLnYxLlVuY29ubmVjdGVkSAASPAoSbm90X2RpZmZlcmVudGlhYmxlGAUgASgLMh4uZ3JhZHJ1bGUudjEuTm90RGlmZmVyZW50aWFibGVIABI4Cg1zaGFyZWRfbWVtb3J5GAYgASgLMh8uZ3JhZHJ1bGUudjEuU2hhcmVkTWVtb3J5VGVuc29ySABCBwoFdmFsdWUi/QEKDUphY29iaWFuQmxvY2sSCQoBeRgBIAEoCRIJCgF4GAIgASgJEiQKBWRlbnNlGAMgASgLMhMuZ3JhZHJ1bGUudjEuVGVuc29ySAASLwoLdW5jb25uZWN0ZWQYBCABKAsyGC5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEgAEjwKEm5vdF9kaWZmZXJlbnRpYWJsZRgFIAEoCzIeLmdyYWRydWxlLnYxLk5vdERpZmZlcmVudGlhYmxlSAASOAoNc2hhcmVkX21lbW9yeRgGIAEoCzIfLmdyYWRydWxlLnYxLlNoYXJlZE1lbW9yeVRlbnNvckgAQgcKBXZhbHVlIocBCgdUaW1pbmdzEigKBXF1ZXVlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB2NvbXBpbGUYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoDcnVuGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIswDChBFdmFsdWF0ZVJlc3BvbnNlEikKB291dHB1dHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIoCglncmFkaWVudHMYAiADKAsyFS5ncmFkcnVsZS52MS5HcmFkaWVudBIqCglvdmVycmlkZXMYAyADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uEh4KFmRlZmF1bHRfZ3JhZGllbnRfbm9kZXMYBCADKAkSJQoHdGltaW5ncxgFIAEoCzIULmdyYWRydWxlLnYxLlRpbWluZ3MSDgoGZGV2aWNlGAYgASgJEiUKB2RpZ2VzdHMYByABKAsyFC5ncmFkcnVsZS52MS5EaWdlc3RzEhEKCXJld3JpdHRlbhgIIAMoCRIxCg9vdXRwdXRfdGFuZ2VudHMYCSADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchItCglqYWNvYmlhbnMYCiADKAsyGi5ncmFkcnVsZS52MS5KYWNvYmlhbkJsb2NrEhIKCmJhdGNoX3NpemUYCyABKAMSCwoDaml0GA4gASgIEg0KBW5vdGVzGA8gAygJEhQKDGRyYXdzX3JhbmRvbRgQIAEoCCJoCg5Gb3J3YXJkUmVxdWVzdBIuCghldmFsdWF0ZRgBIAEoCzIcLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdBImCgN0dGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ijgEKD0ZvcndhcmRSZXNwb25zZRIvCghldmFsdWF0ZRgBIAEoCzIdLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVzcG9uc2USDgoGaGFuZGxlGAIgASgJEhIKCnNpemVfYnl0ZXMYAyABKAMSJgoDdHRsGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIqkBCg9QdWxsQmFja1JlcXVlc3QSDgoGaGFuZGxlGAEgASgJEikKB2dyYWRfeXMYAiADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIXCg9zdGFja2VkX2dyYWRfeXMYAyABKAgSLAoOYW5zd2VyX3BhY2tpbmcYBSABKAsyFC5ncmFkcnVsZS52MS5QYWNraW5nEhQKDGNsb3NlX2hhbmRsZRgGIAEoCCJjChBQdWxsQmFja1Jlc3BvbnNlEigKCWdyYWRpZW50cxgBIAMoCzIVLmdyYWRydWxlLnYxLkdyYWRpZW50EiUKB3RpbWluZ3MYAiABKAsyFC5ncmFkcnVsZS52MS5UaW1pbmdzIiQKEkNsb3NlSGFuZGxlUmVxdWVzdBIOCgZoYW5kbGUYASABKAkiFQoTQ2xvc2VIYW5kbGVSZXNwb25zZSIjCg1DYW5jZWxSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAQioAMKFVN0cmVhbUV2YWx1YXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgEEjAKCGV2YWx1YXRlGAIgASgLMhwuZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXF1ZXN0SAASLgoHZm9yd2FyZBgDIAEoCzIbLmdyYWRydWxlLnYxLkZvcndhcmRSZXF1ZXN0SAASMQoJcHVsbF9iYWNrGAQgASgLMhwuZ3JhZHJ1bGUudjEuUHVsbEJhY2tSZXF1ZXN0SAASNwoMY2xvc2VfaGFuZGxlGAUgASgLMh8uZ3JhZHJ1bGUudjEuQ2xvc2VIYW5kbGVSZXF1ZXN0SAASLAoGY2FuY2VsGAYgASgLMhouZ3JhZHJ1bGUudjEuQ2FuY2VsUmVxdWVzdEgAEg8KBWNodW5rGAggASgMSAASKgoHdGltZW91dBgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIaChJhbnN3ZXJfY2h1bmtfYnl0ZXMYCSABKA0SEwoLdG90YWxfYnl0ZXMYCiABKARCCQoHcmVxdWVzdCLBAgoWU3RyZWFtRXZhbHVhdGVSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgEEjEKCGV2YWx1YXRlGAIgASgLMh0uZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXNwb25zZUgAEi8KB2ZvcndhcmQYAyABKAsyHC5ncmFkcnVsZS52MS5Gb3J3YXJkUmVzcG9uc2VIABIyCglwdWxsX2JhY2sYBCABKAsyHS5ncmFkcnVsZS52MS5QdWxsQmFja1Jlc3BvbnNlSAASOAoMY2xvc2VfaGFuZGxlGAUgASgLMiAuZ3JhZHJ1bGUudjEuQ2xvc2VIYW5kbGVSZXNwb25zZUgAEg8KBWNodW5rGAYgASgMSAASJAoGc3RhdHVzGA8gASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIKCghyZXNwb25zZSq8AQoKRGVyaXZhdGl2ZRIaChZERVJJVkFUSVZFX1VOU1BFQ0lGSUVEEAASEgoOREVSSVZBVElWRV9WSlAQARISCg5ERVJJVkFUSVZFX0pWUBACEhcKE0RFUklWQVRJVkVfSkFDT0JJQU4QAxIdChlERVJJVkFUSVZFX0JBVENIX0pBQ09CSUFOEAQSEgoOREVSSVZBVElWRV9IVlAQBRIeChpERVJJVkFUSVZFX0hWUF9FVkVSWV9PUkRFUhAGMosCCg9HcmFkaWVudFNlcnZpY2USRwoIRXZhbHVhdGUSHC5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlcXVlc3QaHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlEl0KDlN0cmVhbUV2YWx1YXRlEiIuZ3JhZHJ1bGUudjEuU3RyZWFtRXZhbHVhdGVSZXF1ZXN0GiMuZ3JhZHJ1bGUudjEuU3RyZWFtRXZhbHVhdGVSZXNwb25zZSgBMAESUAoLU2hhcmVNZW1vcnkSHy5ncmFkcnVsZS52MS5TaGFyZU1lbW9yeVJlcXVlc3QaIC5ncmFkcnVsZS52MS5TaGFyZU1lbW9yeVJlc3BvbnNlQlcKD2NvbS5ncmFkcnVsZS52MUINRXZhbHVhdGVQcm90b1ABWhZncmFkcnVsZS92MTtncmFkcnVsZXYxqgILR3JhZHJ1bGUuVjHqAgxHcmFkcnVsZTo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_rpc_status, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChpncmFkcnVsZS92MS9ldmFsdWF0ZS5wcm90bxILZ3JhZHJ1bGUudjEiiwEKC1BhcmFtVmFsdWVzEjQKBnZhbHVlcxgBIAMoCzIkLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzLlZhbHVlc0VudHJ5GkYKC1ZhbHVlc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIqoFCg9FdmFsdWF0ZVJlcXVlc3QSEQoHcHJvZ3JhbRgBIAEoCUgAEigKBHNwZWMYAiABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlY0gAEicKBWZlZWRzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEjgKBnBhcmFtcxgFIAMoCzIoLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdC5QYXJhbXNFbnRyeRIrCgpkZXJpdmF0aXZlGAYgASgOMhcuZ3JhZHJ1bGUudjEuRGVyaXZhdGl2ZRIqCgh0YW5nZW50cxgHIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEikKB3ZlY3RvcnMYCCADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIXCg9zdGFja2VkX2dyYWRfeXMYCSABKAgSJwoIYmF0Y2hpbmcYCiABKAsyFS5ncmFkcnVsZS52MS5CYXRjaGluZxIzCg1zaGFyZWRfbWVtb3J5GAsgASgLMhwuZ3JhZHJ1bGUudjEuU2hhcmVkTWVtb3J5VXNlEiwKDmFuc3dlcl9wYWNraW5nGAwgASgLMhQuZ3JhZHJ1bGUudjEuUGFja2luZxIuCgtydW5fdGltZW91dBgNIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIOCgZoZWFkZXIYDiABKAwSEAoIY29udGVudHMYDyADKAwaRwoLUGFyYW1zRW50cnkSCwoDa2V5GAEgASgJEicKBXZhbHVlGAIgASgLMhguZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZXM6AjgBQggKBnRhcmdldCKfBAoORXZhbHVhdGVIZWFkZXISDwoHcHJvZ3JhbRgBIAEoCRIoCgVmZWVkcxgCIAMoCzIZLmdyYWRydWxlLnYxLlRlbnNvckhlYWRlchIqCgdncmFkX3lzGAMgAygLMhkuZ3JhZHJ1bGUudjEuVGVuc29ySGVhZGVyEisKCHRhbmdlbnRzGAQgAygLMhkuZ3JhZHJ1bGUudjEuVGVuc29ySGVhZGVyEioKB3ZlY3RvcnMYBSADKAsyGS5ncmFkcnVsZS52MS5UZW5zb3JIZWFkZXISNwoGcGFyYW1zGAYgAygLMicuZ3JhZHJ1bGUudjEuRXZhbHVhdGVIZWFkZXIuUGFyYW1zRW50cnkSKwoKZGVyaXZhdGl2ZRgHIAEoDjIXLmdyYWRydWxlLnYxLkRlcml2YXRpdmUSFwoPc3RhY2tlZF9ncmFkX3lzGAggASgIEicKCGJhdGNoaW5nGAkgASgLMhUuZ3JhZHJ1bGUudjEuQmF0Y2hpbmcSLAoOYW5zd2VyX3BhY2tpbmcYCiABKAsyFC5ncmFkcnVsZS52MS5QYWNraW5nEi4KC3J1bl90aW1lb3V0GAsgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uGkcKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRInCgV2YWx1ZRgCIAEoCzIYLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzOgI4ASLsAQoMVGVuc29ySGVhZGVyEgwKBG5hbWUYASABKAkSHgoFZHR5cGUYAiABKA4yDy5ncmFkcnVsZS52MS5EdBINCgVzaGFwZRgDIAMoAxItCgtjb21wcmVzc2lvbhgEIAEoDjIYLmdyYWRydWxlLnYxLkNvbXByZXNzaW9uEiYKDWNvbnRlbnRfZHR5cGUYBSABKA4yDy5ncmFkcnVsZS52MS5EdBIYChBpbl9zaGFyZWRfbWVtb3J5GAYgASgIEhMKC2Jsb2Jfc2hhMjU2GAcgASgJEhkKEWNvbnRlbnRfaXNfdGVuc29yGAggASgIInYKD1NoYXJlZE1lbW9yeVVzZRIOCgZtZW1vcnkYASABKAwSFQoNcmVxdWVzdF9ieXRlcxgCIAEoBBIVCg1hbnN3ZXJfb2Zmc2V0GAMgASgEEhQKDGFuc3dlcl9ieXRlcxgEIAEoBBIPCgdvZmZzZXRzGAUgAygEIhQKElNoYXJlTWVtb3J5UmVxdWVzdCJhChNTaGFyZU1lbW9yeVJlc3BvbnNlEg8KB2FkZHJlc3MYASABKAkSEgoKY2xpZW50X2tleRgCIAEoDBISCgpzZXJ2ZXJfa2V5GAMgASgMEhEKCW1heF9ieXRlcxgEIAEoBCINCgtVbmNvbm5lY3RlZCITChFOb3REaWZmZXJlbnRpYWJsZSKaAgoIR3JhZGllbnQSCQoBeBgBIAEoCRIkCgVkZW5zZRgCIAEoCzITLmdyYWRydWxlLnYxLlRlbnNvckgAEisKBnNwYXJzZRgDIAEoCzIZLmdyYWRydWxlLnYxLlNwYXJzZVRlbnNvckgAEi8KC3VuY29ubmVjdGVkGAQgASgLMhguZ3JhZHJ1bGUudjEuVW5jb25uZWN0ZWRIABI8ChJub3RfZGlmZmVyZW50aWFibGUYBSABKAsyHi5ncmFkcnVsZS52MS5Ob3REaWZmZXJlbnRpYWJsZUgAEjgKDXNoYXJlZF9tZW1vcnkYBiABKAsyHy5ncmFkcnVsZS52MS5TaGFyZWRNZW1vcnlUZW5zb3JIAEIHCgV2YWx1ZSL9AQoNSmFjb2JpYW5CbG9jaxIJCgF5GAEgASgJEgkKAXgYAiABKAkSJAoFZGVuc2UYAyABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3JIABIvCgt1bmNvbm5lY3RlZBgEIAEoCzIYLmdyYWRydWxlLnYxLlVuY29ubmVjdGVkSAASPAoSbm90X2RpZmZlcmVudGlhYmxlGAUgASgLMh4uZ3JhZHJ1bGUudjEuTm90RGlmZmVyZW50aWFibGVIABI4Cg1zaGFyZWRfbWVtb3J5GAYgASgLMh8uZ3JhZHJ1bGUudjEuU2hhcmVkTWVtb3J5VGVuc29ySABCBwoFdmFsdWUihwEKB1RpbWluZ3MSKAoFcXVldWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKgoHY29tcGlsZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhImCgNydW4YAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24izAMKEEV2YWx1YXRlUmVzcG9uc2USKQoHb3V0cHV0cxgBIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEigKCWdyYWRpZW50cxgCIAMoCzIVLmdyYWRydWxlLnYxLkdyYWRpZW50EioKCW92ZXJyaWRlcxgDIAMoCzIXLmdyYWRydWxlLnYxLlJlc29sdXRpb24SHgoWZGVmYXVsdF9ncmFkaWVudF9ub2RlcxgEIAMoCRIlCgd0aW1pbmdzGAUgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncxIOCgZkZXZpY2UYBiABKAkSJQoHZGlnZXN0cxgHIAEoCzIULmdyYWRydWxlLnYxLkRpZ2VzdHMSEQoJcmV3cml0dGVuGAggAygJEjEKD291dHB1dF90YW5nZW50cxgJIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEi0KCWphY29iaWFucxgKIAMoCzIaLmdyYWRydWxlLnYxLkphY29iaWFuQmxvY2sSEgoKYmF0Y2hfc2l6ZRgLIAEoAxILCgNqaXQYDiABKAgSDQoFbm90ZXMYDyADKAkSFAoMZHJhd3NfcmFuZG9tGBAgASgIImgKDkZvcndhcmRSZXF1ZXN0Ei4KCGV2YWx1YXRlGAEgASgLMhwuZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXF1ZXN0EiYKA3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKOAQoPRm9yd2FyZFJlc3BvbnNlEi8KCGV2YWx1YXRlGAEgASgLMh0uZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXNwb25zZRIOCgZoYW5kbGUYAiABKAkSEgoKc2l6ZV9ieXRlcxgDIAEoAxImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iqQEKD1B1bGxCYWNrUmVxdWVzdBIOCgZoYW5kbGUYASABKAkSKQoHZ3JhZF95cxgCIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEhcKD3N0YWNrZWRfZ3JhZF95cxgDIAEoCBIsCg5hbnN3ZXJfcGFja2luZxgFIAEoCzIULmdyYWRydWxlLnYxLlBhY2tpbmcSFAoMY2xvc2VfaGFuZGxlGAYgASgIImMKEFB1bGxCYWNrUmVzcG9uc2USKAoJZ3JhZGllbnRzGAEgAygLMhUuZ3JhZHJ1bGUudjEuR3JhZGllbnQSJQoHdGltaW5ncxgCIAEoCzIULmdyYWRydWxlLnYxLlRpbWluZ3MiJAoSQ2xvc2VIYW5kbGVSZXF1ZXN0Eg4KBmhhbmRsZRgBIAEoCSIVChNDbG9zZUhhbmRsZVJlc3BvbnNlIiMKDUNhbmNlbFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoBCKgAwoVU3RyZWFtRXZhbHVhdGVSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAQSMAoIZXZhbHVhdGUYAiABKAsyHC5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlcXVlc3RIABIuCgdmb3J3YXJkGAMgASgLMhsuZ3JhZHJ1bGUudjEuRm9yd2FyZFJlcXVlc3RIABIxCglwdWxsX2JhY2sYBCABKAsyHC5ncmFkcnVsZS52MS5QdWxsQmFja1JlcXVlc3RIABI3CgxjbG9zZV9oYW5kbGUYBSABKAsyHy5ncmFkcnVsZS52MS5DbG9zZUhhbmRsZVJlcXVlc3RIABIsCgZjYW5jZWwYBiABKAsyGi5ncmFkcnVsZS52MS5DYW5jZWxSZXF1ZXN0SAASDwoFY2h1bmsYCCABKAxIABIqCgd0aW1lb3V0GAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhoKEmFuc3dlcl9jaHVua19ieXRlcxgJIAEoDRITCgt0b3RhbF9ieXRlcxgKIAEoBEIJCgdyZXF1ZXN0IsECChZTdHJlYW1FdmFsdWF0ZVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAQSMQoIZXZhbHVhdGUYAiABKAsyHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlSAASLwoHZm9yd2FyZBgDIAEoCzIcLmdyYWRydWxlLnYxLkZvcndhcmRSZXNwb25zZUgAEjIKCXB1bGxfYmFjaxgEIAEoCzIdLmdyYWRydWxlLnYxLlB1bGxCYWNrUmVzcG9uc2VIABI4CgxjbG9zZV9oYW5kbGUYBSABKAsyIC5ncmFkcnVsZS52MS5DbG9zZUhhbmRsZVJlc3BvbnNlSAASDwoFY2h1bmsYBiABKAxIABIkCgZzdGF0dXMYDyABKAsyEi5nb29nbGUucnBjLlN0YXR1c0gAQgoKCHJlc3BvbnNlKrwBCgpEZXJpdmF0aXZlEhoKFkRFUklWQVRJVkVfVU5TUEVDSUZJRUQQABISCg5ERVJJVkFUSVZFX1ZKUBABEhIKDkRFUklWQVRJVkVfSlZQEAISFwoTREVSSVZBVElWRV9KQUNPQklBThADEh0KGURFUklWQVRJVkVfQkFUQ0hfSkFDT0JJQU4QBBISCg5ERVJJVkFUSVZFX0hWUBAFEh4KGkRFUklWQVRJVkVfSFZQX0VWRVJZX09SREVSEAYyiwIKD0dyYWRpZW50U2VydmljZRJHCghFdmFsdWF0ZRIcLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdBodLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVzcG9uc2USXQoOU3RyZWFtRXZhbHVhdGUSIi5ncmFkcnVsZS52MS5TdHJlYW1FdmFsdWF0ZVJlcXVlc3QaIy5ncmFkcnVsZS52MS5TdHJlYW1FdmFsdWF0ZVJlc3BvbnNlKAEwARJQCgtTaGFyZU1lbW9yeRIfLmdyYWRydWxlLnYxLlNoYXJlTWVtb3J5UmVxdWVzdBogLmdyYWRydWxlLnYxLlNoYXJlTWVtb3J5UmVzcG9uc2VCVwoPY29tLmdyYWRydWxlLnYxQg1FdmFsdWF0ZVByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * Param values of one override.
@@ -157,6 +157,23 @@ export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
    * @generated from field: google.protobuf.Duration run_timeout = 13;
    */
   runTimeout?: Duration | undefined;
+
+  /**
+   * The fast form of a request: the bytes of an EvaluateHeader, which hold everything that does not change from call to call. The
+   * server keeps what it has worked out for these bytes, so a client sends the same bytes for equal calls. If it is set, `contents` and
+   * `shared_memory` are the only other fields; MALFORMED_REQUEST if others are set too.
+   *
+   * @generated from field: bytes header = 14;
+   */
+  header: Uint8Array;
+
+  /**
+   * With a header: the elements of its tensors, in the order feeds, grad_ys, tangents, vectors. Tensors that are blobs or lie in shared
+   * memory have no entry. MALFORMED_REQUEST if there are more or fewer.
+   *
+   * @generated from field: repeated bytes contents = 15;
+   */
+  contents: Uint8Array[];
 };
 
 /**
@@ -165,6 +182,169 @@ export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
  */
 export const EvaluateRequestSchema: GenMessage<EvaluateRequest> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 1);
+
+/**
+ * What equal calls of a compiled program have in common; see EvaluateRequest.header.
+ *
+ * @generated from message gradrule.v1.EvaluateHeader
+ */
+export type EvaluateHeader = Message<"gradrule.v1.EvaluateHeader"> & {
+  /**
+   * As in EvaluateRequest. Required.
+   *
+   * @generated from field: string program = 1;
+   */
+  program: string;
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: repeated gradrule.v1.TensorHeader feeds = 2;
+   */
+  feeds: TensorHeader[];
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: repeated gradrule.v1.TensorHeader grad_ys = 3;
+   */
+  gradYs: TensorHeader[];
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: repeated gradrule.v1.TensorHeader tangents = 4;
+   */
+  tangents: TensorHeader[];
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: repeated gradrule.v1.TensorHeader vectors = 5;
+   */
+  vectors: TensorHeader[];
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: map<string, gradrule.v1.ParamValues> params = 6;
+   */
+  params: { [key: string]: ParamValues };
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: gradrule.v1.Derivative derivative = 7;
+   */
+  derivative: Derivative;
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: bool stacked_grad_ys = 8;
+   */
+  stackedGradYs: boolean;
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: gradrule.v1.Batching batching = 9;
+   */
+  batching?: Batching | undefined;
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: gradrule.v1.Packing answer_packing = 10;
+   */
+  answerPacking?: Packing | undefined;
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: google.protobuf.Duration run_timeout = 11;
+   */
+  runTimeout?: Duration | undefined;
+};
+
+/**
+ * Describes the message gradrule.v1.EvaluateHeader.
+ * Use `create(EvaluateHeaderSchema)` to create a new message.
+ */
+export const EvaluateHeaderSchema: GenMessage<EvaluateHeader> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 2);
+
+/**
+ * A tensor without its elements, which are an entry of EvaluateRequest.contents unless they are a blob or lie in shared memory.
+ *
+ * @generated from message gradrule.v1.TensorHeader
+ */
+export type TensorHeader = Message<"gradrule.v1.TensorHeader"> & {
+  /**
+   * `node` or `node:output`.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Element type. Required.
+   *
+   * @generated from field: gradrule.v1.Dt dtype = 2;
+   */
+  dtype: Dt;
+
+  /**
+   * Size of each dimension, outermost first. Default: a scalar.
+   *
+   * @generated from field: repeated int64 shape = 3;
+   */
+  shape: bigint[];
+
+  /**
+   * Compression of the content, see PackedTensor.
+   *
+   * @generated from field: gradrule.v1.Compression compression = 4;
+   */
+  compression: Compression;
+
+  /**
+   * Element type of the content, see PackedTensor. Default: dtype.
+   *
+   * @generated from field: gradrule.v1.Dt content_dtype = 5;
+   */
+  contentDtype: Dt;
+
+  /**
+   * True: the elements lie in the memory that the request names, at the next of `SharedMemoryUse.offsets`. Not for DT_STRING or for
+   * types of less than one byte.
+   *
+   * @generated from field: bool in_shared_memory = 6;
+   */
+  inSharedMemory: boolean;
+
+  /**
+   * SHA-256 (hex) of the blob that holds the elements, see BlobTensor. Default: they are no blob.
+   *
+   * @generated from field: string blob_sha256 = 7;
+   */
+  blobSha256: string;
+
+  /**
+   * False: the content is the elements, row-major and little-endian, as in `Tensor.tensor_content`. True: the content is the bytes of
+   * a `Tensor` of this element type and shape. Required for DT_STRING and for integer types of less than one byte.
+   *
+   * @generated from field: bool content_is_tensor = 8;
+   */
+  contentIsTensor: boolean;
+};
+
+/**
+ * Describes the message gradrule.v1.TensorHeader.
+ * Use `create(TensorHeaderSchema)` to create a new message.
+ */
+export const TensorHeaderSchema: GenMessage<TensorHeader> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 3);
 
 /**
  * The part of a client's shared memory that one request uses. Until the answer arrives, nothing else may use this part. If the
@@ -201,6 +381,14 @@ export type SharedMemoryUse = Message<"gradrule.v1.SharedMemoryUse"> & {
    * @generated from field: uint64 answer_bytes = 4;
    */
   answerBytes: bigint;
+
+  /**
+   * For a request with a header: offset in the memory of each tensor that lies there, in bytes, in the order of the contents.
+   * MALFORMED_REQUEST if there are more or fewer than such tensors.
+   *
+   * @generated from field: repeated uint64 offsets = 5;
+   */
+  offsets: bigint[];
 };
 
 /**
@@ -208,7 +396,7 @@ export type SharedMemoryUse = Message<"gradrule.v1.SharedMemoryUse"> & {
  * Use `create(SharedMemoryUseSchema)` to create a new message.
  */
 export const SharedMemoryUseSchema: GenMessage<SharedMemoryUse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 2);
+  messageDesc(file_gradrule_v1_evaluate, 4);
 
 /**
  * Request of ShareMemory.
@@ -223,7 +411,7 @@ export type ShareMemoryRequest = Message<"gradrule.v1.ShareMemoryRequest"> & {
  * Use `create(ShareMemoryRequestSchema)` to create a new message.
  */
 export const ShareMemoryRequestSchema: GenMessage<ShareMemoryRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 3);
+  messageDesc(file_gradrule_v1_evaluate, 5);
 
 /**
  * Response of ShareMemory: where to pass the memory. Valid for one memory, for ten seconds.
@@ -266,7 +454,7 @@ export type ShareMemoryResponse = Message<"gradrule.v1.ShareMemoryResponse"> & {
  * Use `create(ShareMemoryResponseSchema)` to create a new message.
  */
 export const ShareMemoryResponseSchema: GenMessage<ShareMemoryResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 4);
+  messageDesc(file_gradrule_v1_evaluate, 6);
 
 /**
  * There is no gradient because y does not depend on x.
@@ -281,7 +469,7 @@ export type Unconnected = Message<"gradrule.v1.Unconnected"> & {
  * Use `create(UnconnectedSchema)` to create a new message.
  */
 export const UnconnectedSchema: GenMessage<Unconnected> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 5);
+  messageDesc(file_gradrule_v1_evaluate, 7);
 
 /**
  * There is no gradient because x has a type that cannot be differentiated (integer, bool, string).
@@ -296,7 +484,7 @@ export type NotDifferentiable = Message<"gradrule.v1.NotDifferentiable"> & {
  * Use `create(NotDifferentiableSchema)` to create a new message.
  */
 export const NotDifferentiableSchema: GenMessage<NotDifferentiable> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 6);
+  messageDesc(file_gradrule_v1_evaluate, 8);
 
 /**
  * Gradient with respect to one x.
@@ -364,7 +552,7 @@ export type Gradient = Message<"gradrule.v1.Gradient"> & {
  * Use `create(GradientSchema)` to create a new message.
  */
 export const GradientSchema: GenMessage<Gradient> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 7);
+  messageDesc(file_gradrule_v1_evaluate, 9);
 
 /**
  * Jacobian of one y with respect to one x.
@@ -431,7 +619,7 @@ export type JacobianBlock = Message<"gradrule.v1.JacobianBlock"> & {
  * Use `create(JacobianBlockSchema)` to create a new message.
  */
 export const JacobianBlockSchema: GenMessage<JacobianBlock> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 8);
+  messageDesc(file_gradrule_v1_evaluate, 10);
 
 /**
  * Durations of the parts of a request.
@@ -466,7 +654,7 @@ export type Timings = Message<"gradrule.v1.Timings"> & {
  * Use `create(TimingsSchema)` to create a new message.
  */
 export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 9);
+  messageDesc(file_gradrule_v1_evaluate, 11);
 
 /**
  * Response of Evaluate.
@@ -579,7 +767,7 @@ export type EvaluateResponse = Message<"gradrule.v1.EvaluateResponse"> & {
  * Use `create(EvaluateResponseSchema)` to create a new message.
  */
 export const EvaluateResponseSchema: GenMessage<EvaluateResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 10);
+  messageDesc(file_gradrule_v1_evaluate, 12);
 
 /**
  * Runs the forward part of a program once and keeps the intermediate values that gradients need, as a forward handle.
@@ -607,7 +795,7 @@ export type ForwardRequest = Message<"gradrule.v1.ForwardRequest"> & {
  * Use `create(ForwardRequestSchema)` to create a new message.
  */
 export const ForwardRequestSchema: GenMessage<ForwardRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 11);
+  messageDesc(file_gradrule_v1_evaluate, 13);
 
 /**
  * Answer to ForwardRequest.
@@ -649,7 +837,7 @@ export type ForwardResponse = Message<"gradrule.v1.ForwardResponse"> & {
  * Use `create(ForwardResponseSchema)` to create a new message.
  */
 export const ForwardResponseSchema: GenMessage<ForwardResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 12);
+  messageDesc(file_gradrule_v1_evaluate, 14);
 
 /**
  * Computes gradients from the values that a ForwardRequest kept. HANDLE_EXPIRED if the handle no longer exists.
@@ -698,7 +886,7 @@ export type PullBackRequest = Message<"gradrule.v1.PullBackRequest"> & {
  * Use `create(PullBackRequestSchema)` to create a new message.
  */
 export const PullBackRequestSchema: GenMessage<PullBackRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 13);
+  messageDesc(file_gradrule_v1_evaluate, 15);
 
 /**
  * Answer to PullBackRequest.
@@ -726,7 +914,7 @@ export type PullBackResponse = Message<"gradrule.v1.PullBackResponse"> & {
  * Use `create(PullBackResponseSchema)` to create a new message.
  */
 export const PullBackResponseSchema: GenMessage<PullBackResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 14);
+  messageDesc(file_gradrule_v1_evaluate, 16);
 
 /**
  * Deletes a handle. It is not an error if the handle no longer exists.
@@ -747,7 +935,7 @@ export type CloseHandleRequest = Message<"gradrule.v1.CloseHandleRequest"> & {
  * Use `create(CloseHandleRequestSchema)` to create a new message.
  */
 export const CloseHandleRequestSchema: GenMessage<CloseHandleRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 15);
+  messageDesc(file_gradrule_v1_evaluate, 17);
 
 /**
  * Answer to CloseHandleRequest.
@@ -762,7 +950,7 @@ export type CloseHandleResponse = Message<"gradrule.v1.CloseHandleResponse"> & {
  * Use `create(CloseHandleResponseSchema)` to create a new message.
  */
 export const CloseHandleResponseSchema: GenMessage<CloseHandleResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 16);
+  messageDesc(file_gradrule_v1_evaluate, 18);
 
 /**
  * Cancels another request on this stream. The other request is answered with the status CANCELLED, or normally if it finishes first.
@@ -783,7 +971,7 @@ export type CancelRequest = Message<"gradrule.v1.CancelRequest"> & {
  * Use `create(CancelRequestSchema)` to create a new message.
  */
 export const CancelRequestSchema: GenMessage<CancelRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 17);
+  messageDesc(file_gradrule_v1_evaluate, 19);
 
 /**
  * A message from the client on a stream.
@@ -885,7 +1073,7 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
  * Use `create(StreamEvaluateRequestSchema)` to create a new message.
  */
 export const StreamEvaluateRequestSchema: GenMessage<StreamEvaluateRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 18);
+  messageDesc(file_gradrule_v1_evaluate, 20);
 
 /**
  * A message from the server on a stream. Answers are sent as soon as they are ready, not in the order of the requests.
@@ -962,7 +1150,7 @@ export type StreamEvaluateResponse = Message<"gradrule.v1.StreamEvaluateResponse
  * Use `create(StreamEvaluateResponseSchema)` to create a new message.
  */
 export const StreamEvaluateResponseSchema: GenMessage<StreamEvaluateResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 19);
+  messageDesc(file_gradrule_v1_evaluate, 21);
 
 /**
  * Kind of derivative to compute for a program's ys and xs.
