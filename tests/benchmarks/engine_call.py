@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gradrule.v1 import program_pb2
+from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.link.arena import Arenas
 from gradrule_server.link.fork_server import engine_environment
 from gradrule_server.link.framing import FrameSocket, Kind
@@ -27,6 +27,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.preparation.prepare import Prepared, prepare
 from tests.benchmarks import work as works
+from tests.call_payloads import call_payload
 from tests.stores import no_blobs
 from tests.unit.engine.building import Builtins
 
@@ -88,8 +89,8 @@ class Engine:
             link_pb2.ParamSetting(rule=item.rule, name=item.name, value=item.value)
             for item in _prepared(work).table.params.call_settings({}, range(1000))
         ]
-        request = link_pb2.RunRequest(key=key, received_ns=time.monotonic_ns(), request=call, params=settings)
-        return request.SerializeToString()
+        request = evaluate_pb2.EvaluateRequest.FromString(call)
+        return call_payload(link_pb2.RunRequest(key=key, params=settings), request, time.monotonic_ns())
 
     def processor_time(self, payload: bytes, calls: int, pause_s: float) -> float:
         """Seconds of the engine's processor time per call. The pause lets the processor's caches cool down."""

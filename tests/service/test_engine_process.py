@@ -22,6 +22,7 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import EngineRefused, EngineTimes, ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import EndReason, EngineLost, ProgramNotLoaded
+from tests.call_payloads import call_payload
 from tests.processes import count_descriptors
 from tests.service import loop_graphs
 from tests.service.shared_fork_server import SharedForkServer
@@ -77,7 +78,7 @@ def _run(x: float) -> bytes:
     call.feeds.add(name="x").value.inline_tensor.ParseFromString(
         tf.make_tensor_proto(x, tf.float32).SerializeToString()
     )
-    return link_pb2.RunRequest(key="endless", request=call.SerializeToString()).SerializeToString()
+    return call_payload(link_pb2.RunRequest(key="endless"), call)
 
 
 @pytest.mark.usefixtures("quick_starts")
@@ -109,8 +110,9 @@ async def test_dead_engine_is_replaced_and_reported() -> None:
         await wait_for_condition(lambda: engine.pid)
         assert engine.generation == 3
         assert changes == [True, False, True]
+        call = evaluate_pb2.EvaluateRequest()
         with pytest.raises(ProgramNotLoaded) as unknown_key:
-            await engine.call(Kind.RUN, link_pb2.RunRequest(key="nothing").SerializeToString(), _in(10))
+            await engine.call(Kind.RUN, call_payload(link_pb2.RunRequest(key="nothing"), call), _in(10))
         assert unknown_key.value.reason == errors_pb2.ERROR_REASON_INTERNAL
         last = engine.pid
         assert last is not None

@@ -19,6 +19,7 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
+from tests.call_payloads import call_payload
 from tests.service.escape_graphs import ESCAPES, SECRET, Canaries, Escape, request
 
 # With the sandbox some graphs wait for blocked resources; without it each must reach its canary even on a busy machine.
@@ -76,9 +77,9 @@ class SandboxedEngine:
         loop = asyncio.get_running_loop()
         engine = self.pool.engines[0]
         await engine.call(Kind.COMPILE, asked.SerializeToString(), loop.time() + 60)
-        run = link_pb2.RunRequest(key=asked.key, request=evaluate_pb2.EvaluateRequest().SerializeToString())
+        run = call_payload(link_pb2.RunRequest(key=asked.key), evaluate_pb2.EvaluateRequest())
         ends_at = loop.time() + self._patience_s
-        call = asyncio.ensure_future(engine.call(Kind.RUN, run.SerializeToString(), ends_at))
+        call = asyncio.ensure_future(engine.call(Kind.RUN, run, ends_at))
         while not call.done() and loop.time() < ends_at:
             if self._is_reached(reach, place, b""):
                 self._unfinished.append(call)

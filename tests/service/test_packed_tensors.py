@@ -262,7 +262,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown compression": ("INVALID_TENSOR", {"compression": 7}, "the compression 7 is unknown"),
     "unknown content type": ("INVALID_TENSOR", {"content_dtype": tensor_pb2.DT_HALF}, "float32 can have bfloat16"),
     "other type": ("FEED_DTYPE", {"dtype": tensor_pb2.DT_DOUBLE}, "is float64, but the tensor is float32"),
-    "unknown type": ("INVALID_TENSOR", {"dtype": 99}, "type 99"),
+    "unknown type": ("FEED_DTYPE", {"dtype": 99}, "type 99"),
     "other shape": ("FEED_SHAPE", {"shape": shape(2, 5)}, "has shape (2, 5), but the tensor has (None, 600)"),
     "negative size": ("INVALID_TENSOR", {"shape": shape(-1, WIDTH)}, "shape must be known"),
     # 512 MiB in 16 KiB.

@@ -12,16 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from google.protobuf.message import Message
 
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import arena
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.messages import with_values
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import EngineLost
+from tests.call_payloads import call_values
 from tests.processes import count_descriptors, shared_bytes
 from tests.service.graph_defs import build_graph_def, placeholder
 from tests.waiting import wait_for_condition
@@ -69,8 +72,9 @@ def _graph() -> Any:
     return build_graph_def(build)
 
 
-async def _ask(pool: EnginePool, kind: Kind, request: Any) -> bytes:
-    return await pool.engines[0].call(kind, request.SerializeToString(), asyncio.get_running_loop().time() + 60)
+async def _ask(pool: EnginePool, kind: Kind, request: Message, values: bytes = b"") -> bytes:
+    payload = [request.SerializeToString()] if kind is Kind.COMPILE else with_values(request, 0, [values])
+    return await pool.engines[0].call(kind, payload, asyncio.get_running_loop().time() + 60)
 
 
 async def _compile(pool: EnginePool) -> None:
@@ -84,14 +88,18 @@ async def _compile(pool: EnginePool) -> None:
     await _ask(pool, Kind.COMPILE, request)
 
 
-def _run(values: np.ndarray) -> link_pb2.RunRequest:
+_DOUBLE = link_pb2.RunRequest(key="double")
+
+
+def _call(values: np.ndarray) -> bytes:
+    """Returns the bytes of a call with a header."""
     call = evaluate_pb2.EvaluateRequest()
     inline = call.feeds.add(name="x").value.inline_tensor
     inline.dtype = tensor_pb2.DT_FLOAT
     inline.tensor_shape.CopyFrom(tensor_codec.shape_message(values.shape))
     # Avoids TensorFlow's own message, which makes two more copies.
     inline.tensor_content = values.tobytes()
-    return link_pb2.RunRequest(key="double", request=call.SerializeToString())
+    return call_values(call)
 
 
 def _values(answer: bytes) -> np.ndarray:
@@ -110,7 +118,7 @@ async def _send_large_values_concurrently(pool: EnginePool) -> None:
     before = shared_bytes(pid)
     chance = np.random.default_rng(0)
     given = [chance.random(size, np.float32) for size in (8 * _MEBIBYTE, 100_000, 3, 4 * _MEBIBYTE + 1)] * 3
-    answers = await asyncio.gather(*(_ask(pool, Kind.RUN, _run(values)) for values in given))
+    answers = await asyncio.gather(*(_ask(pool, Kind.RUN, _DOUBLE, _call(values)) for values in given))
     for values, answer in zip(given, answers, strict=True):
         np.testing.assert_array_equal(_values(answer), 2 * values)
     assert shared_bytes(pid) > before + 60 * _MEBIBYTE
@@ -129,13 +137,11 @@ async def _store_values_and_send_another_request(pool: EnginePool) -> None:
     assign = link_pb2.SessionAssign(variables=[variable], opens=True)
     opened = link_pb2.SessionRequest(session="s", assign=assign, max_bytes=1 << 30)
     await _ask(pool, Kind.SESSION, opened)
-    stored = link_pb2.SessionRun(run=_run(np.full(size, 3, np.float32)), store=["w"])
-    later = 2**62
-    await _ask(
-        pool, Kind.SESSION, link_pb2.SessionRequest(session="s", run=stored, max_bytes=1 << 30, deadline_ns=later)
-    )
+    stored = link_pb2.SessionRun(run=_DOUBLE, store=["w"])
+    run = link_pb2.SessionRequest(session="s", run=stored, max_bytes=1 << 30, deadline_ns=2**62)
+    await _ask(pool, Kind.SESSION, run, _call(np.full(size, 3, np.float32)))
     for value in (1, 2):
-        await _ask(pool, Kind.RUN, _run(np.full(size, value, np.float32)))
+        await _ask(pool, Kind.RUN, _DOUBLE, _call(np.full(size, value, np.float32)))
     read = link_pb2.SessionRequest(session="s", read=link_pb2.SessionRead(variables=["v", "w"]), max_bytes=1 << 30)
     reply = link_pb2.SessionReply.FromString(await _ask(pool, Kind.SESSION, read))
     found = [np.frombuffer(item.value.inline_tensor.tensor_content, np.float32) for item in reply.variables]
@@ -156,7 +162,7 @@ async def _kill_engine_twice(pool: EnginePool) -> None:
         assert pid is not None
         # A stopped engine cannot answer before it is killed.
         os.kill(pid, signal.SIGSTOP)
-        asked = asyncio.ensure_future(_ask(pool, Kind.RUN, _run(np.ones(8 * _MEBIBYTE, np.float32))))
+        asked = asyncio.ensure_future(_ask(pool, Kind.RUN, _DOUBLE, _call(np.ones(8 * _MEBIBYTE, np.float32))))
         await asyncio.sleep(0.05)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineLost):
@@ -171,7 +177,7 @@ async def _kill_engine_twice(pool: EnginePool) -> None:
 
 def test_without_shared_memory_values_travel_through_the_socket(front_without: EngineFixture) -> None:
     values = np.arange(_MEBIBYTE, dtype=np.float32)
-    answer = front_without.runner.run(_ask(front_without.pool, Kind.RUN, _run(values)))
+    answer = front_without.runner.run(_ask(front_without.pool, Kind.RUN, _DOUBLE, _call(values)))
     np.testing.assert_array_equal(_values(answer), 2 * values)
 
 
@@ -183,9 +189,9 @@ async def _send_too_large_request_then_small_one(pool: EnginePool) -> None:
     pid = pool.engines[0].pid
     # The engine itself uses a part of its limit.
     with pytest.raises(GradruleError) as caught:
-        await _ask(pool, Kind.RUN, _run(np.ones(200 * _MEBIBYTE, np.float32)))
+        await _ask(pool, Kind.RUN, _DOUBLE, _call(np.ones(200 * _MEBIBYTE, np.float32)))
     assert caught.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
     assert "of 1 GiB (--memory-limit) were in use" in caught.value.message
     values = np.arange(_MEBIBYTE, dtype=np.float32)
-    np.testing.assert_array_equal(_values(await _ask(pool, Kind.RUN, _run(values))), 2 * values)
+    np.testing.assert_array_equal(_values(await _ask(pool, Kind.RUN, _DOUBLE, _call(values))), 2 * values)
     assert pool.engines[0].pid == pid

@@ -131,7 +131,7 @@ def _build(
         built.writer = ResponseWriter(built, dtypes[: len(dtypes) - len(built.updates)], device)
     if request.batched:
         built.merged_runs = create_merged_runs(built)
-    built.feed_plan = FeedPlan(built, is_enabled="feed-plans" not in disabled_fast_paths)
+    built.feed_plan = FeedPlan(built)
     return built
 
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 from gradrule.common import op_definitions
 from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.large_tensors import AttachedMemories
+from gradrule_server.engine.client_memory import AttachedMemories
 from gradrule_server.engine.memory import limit_memory
 from gradrule_server.engine.sandbox import SandboxRefused, enter_sandbox
 from gradrule_server.engine.service import EngineService, tensorflow_version

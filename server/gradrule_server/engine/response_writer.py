@@ -17,8 +17,8 @@ from gradrule.common import tensor_codec
 from gradrule.common.tensor_packing import Packing, pack
 from gradrule.common.wire_format import prefix, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
+from gradrule_server.engine.client_memory import AnswerArea
 from gradrule_server.engine.derivatives import DENSE, SPARSE, UNCONNECTED, WIDTHS, split_tensors
-from gradrule_server.engine.large_tensors import AnswerArea
 from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.link.framing import Buffer
 

@@ -19,21 +19,21 @@ import tensorflow as tf
 # `gradrule.common.tensor_packing` imports it at first use, when the process may no longer open files.
 import zstandard  # noqa: F401
 
-from gradrule.common import tensor_packing
 from gradrule.common.tensor_packing import Packing
-from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.arguments import NO_STATE, ArgumentReader
+from gradrule_server.engine.arguments import NO_STATE, ArgumentReader, parts_of, read_packing
 from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.checks import MAX_ANSWER_BYTES
+from gradrule_server.engine.client_memory import AnswerArea
 from gradrule_server.engine.derivatives import split_tensors
 from gradrule_server.engine.kept_bytes import saved_bytes
-from gradrule_server.engine.large_tensors import AnswerArea, AttachedMemories, LargeTensors
 from gradrule_server.engine.program import Arrays, BuiltProgram, Input, shape_from
 from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS, write_gradient, write_tensor
 from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 from gradrule_server.errors import error
 from gradrule_server.link.framing import Buffer
+from gradrule_server.link.messages import ReceivedRequest
 from gradrule_server.link.v1 import link_pb2
 
 _T = TypeVar("_T")
@@ -43,41 +43,20 @@ _COMPILED = evaluate_pb2.EvaluateResponse(jit=True).SerializeToString()
 _MAX_RELEASED = 4096
 
 
-def read_packing(message: tensor_pb2.Packing) -> tensor_packing.Packing | None:
-    """Returns how the tensors of an answer are packed; None: they are not. Raises MALFORMED_REQUEST."""
-    try:
-        return tensor_packing.packing_of(message)
-    except ValueError as cause:
-        raise error(
-            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"answer_packing: {cause}", field="answer_packing"
-        ) from cause
-
-
 def run(
-    built: BuiltProgram,
-    request: link_pb2.RunRequest,
-    contents: LargeTensors,
-    reader: ArgumentReader,
-    memories: AttachedMemories,
+    built: BuiltProgram, request: link_pb2.RunRequest, received: ReceivedRequest, reader: ArgumentReader
 ) -> list[Buffer]:
-    """Runs the program; returns the parts of an `EvaluateResponse` with outputs, gradients, timings and device.
-
-    `contents`: bytes of tensors that were cut out of the request. `memories`: shared memory of clients.
-    """
+    """Runs the program; returns the parts of an `EvaluateResponse` with outputs, gradients, timings and device."""
     started = time.monotonic_ns()
-    call = evaluate_pb2.EvaluateRequest.FromString(request.request)
-    answer_area = None
-    if call.HasField("shared_memory"):
-        contents, answer_area = memories.open(call, contents)
-    if request.blob_folder:
-        reader = reader.for_folder(request.blob_folder)
-    packing = read_packing(call.answer_packing) if call.HasField("answer_packing") else None
     try:
-        arrays = reader.arrays(built, call, request.params, contents)
+        call = reader.open(built, received.values)
+        arrays = reader.arrays(built, request, call)
         results = built.call(arrays)
     except TENSORFLOW_ERRORS as cause:
         raise translate_error(cause, built.naming_run(arrays), built.inputs_of) from cause
-    return respond(built, results, request.received_ns, started, packing=packing, answer_area=answer_area)
+    return respond(
+        built, results, received.received_ns, started, packing=call.layout.packing, answer_area=call.answer_area
+    )
 
 
 def respond(
@@ -122,15 +101,14 @@ def execute(built: BuiltProgram, function: Callable[[], _T]) -> _T:
 def run_on_device(
     built: BuiltProgram,
     request: link_pb2.RunRequest,
-    call: evaluate_pb2.EvaluateRequest,
+    values: Buffer,
     reader: ArgumentReader,
-    contents: LargeTensors,
     state: Mapping[str, tf.Tensor] = NO_STATE,
 ) -> list[tf.Tensor]:
-    """Returns the results of a program's function as tensors. `state`: as for `ArgumentReader.arguments`."""
+    """Returns the results of a program's function as tensors. `values`, `state`: as for `ArgumentReader.arguments`."""
     arguments: Sequence[tf.Tensor] | None = None
     try:
-        arguments = reader.for_folder(request.blob_folder).arguments(built, call, request.params, state, contents)
+        arguments = reader.arguments(built, request, values, state)
         return built.call.on_device(arguments)
     except TENSORFLOW_ERRORS as cause:
         run_again = None if arguments is None else built.naming_run(arguments)
@@ -175,21 +153,20 @@ class ForwardRuns:
         self._lock = threading.Lock()
 
     def forward(
-        self, built: BuiltProgram, request: link_pb2.ForwardRequest, contents: LargeTensors, device: str
+        self, built: BuiltProgram, request: link_pb2.ForwardRequest, received: ReceivedRequest, device: str
     ) -> link_pb2.ForwardReply:
-        """Runs the forward part of a program. `contents`: bytes of tensors that were cut out of the request."""
+        """Runs the forward part of a program."""
         if built.two_parts is None:
             raise AssertionError("the program was not built in two parts")
         started = time.monotonic_ns()
-        call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
-        packing = read_packing(call.answer_packing)
-        results = run_on_device(built, request.run, call, self._reader, contents)
+        packing = built.feed_plan.layout(parts_of(received.values).header).packing
+        results = run_on_device(built, request.run, received.values, self._reader)
         outputs, saved = results[: len(built.outputs)], results[len(built.outputs) :]
         check_size(outputs)
         response = evaluate_pb2.EvaluateResponse(device=device)
         for name, value in zip(built.outputs, outputs, strict=True):
             write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
-        set_timings(response.timings, request.run.received_ns, started)
+        set_timings(response.timings, received.received_ns, started)
         kept_bytes = self.keep(request.handle, built, saved)
         return link_pb2.ForwardReply(response=response.SerializeToString(), kept_bytes=kept_bytes)
 
@@ -204,7 +181,7 @@ class ForwardRuns:
                 self._runs[handle] = _ForwardRun(built, built.two_parts, saved)
         return saved_bytes(saved)
 
-    def pull_back(self, request: link_pb2.PullBackRequest, contents: LargeTensors) -> evaluate_pb2.PullBackResponse:
+    def pull_back(self, request: link_pb2.PullBackRequest, received: ReceivedRequest) -> evaluate_pb2.PullBackResponse:
         """Runs the backward part; returns gradients. Raises HANDLE_EXPIRED if the handle is unknown."""
         started = time.monotonic_ns()
         with self._lock:
@@ -213,17 +190,17 @@ class ForwardRuns:
             message = f"the engine keeps nothing under the handle {request.handle!r}; run forward again"
             raise error(errors_pb2.ERROR_REASON_HANDLE_EXPIRED, message, field="handle")
         two_parts = forward_run.two_parts
-        call = evaluate_pb2.PullBackRequest.FromString(request.request)
-        stacked = call.stacked_grad_ys
-        packing = read_packing(call.answer_packing)
-        grad_ys = self._read_grad_ys(call, contents, forward_run.built, self._reader.for_folder(request.blob_folder))
+        header = evaluate_pb2.EvaluateHeader.FromString(parts_of(received.values).header)
+        stacked = header.stacked_grad_ys
+        packing = read_packing(header.answer_packing)
+        grad_ys = self._read_grad_ys(header, received.values, forward_run.built, request.blob_folder)
         gradients = execute(forward_run.built, lambda: two_parts.backward(forward_run.saved, grad_ys, stacked=stacked))
         check_size(gradients)
         response = evaluate_pb2.PullBackResponse()
         layout = two_parts.stacked_layout if stacked else two_parts.layout
         for (x,), form, values in split_tensors(layout, gradients):
             write_gradient(response.gradients.add(x=x), form, values, packing)
-        set_timings(response.timings, request.received_ns, started)
+        set_timings(response.timings, received.received_ns, started)
         return response
 
     def release(self, name: str) -> None:
@@ -234,13 +211,12 @@ class ForwardRuns:
                 while len(self._released) > _MAX_RELEASED:
                     self._released.popitem(last=False)
 
-    @staticmethod
     def _read_grad_ys(
-        call: evaluate_pb2.PullBackRequest, contents: LargeTensors, built: BuiltProgram, reader: ArgumentReader
+        self, header: evaluate_pb2.EvaluateHeader, values: Buffer, built: BuiltProgram, blob_folder: str
     ) -> dict[int, tf.Tensor]:
         """Returns upstream gradients by the index of their y. Raises INVALID_DERIVATIVE for any other name."""
         ys = {_short_name(spec.name): index for index, spec in enumerate(built.specs["ys"])}
-        given = [_short_name(item.name) for item in call.grad_ys]
+        given = [_short_name(item.name) for item in header.grad_ys]
         for name in given:
             if name not in ys or given.count(name) > 1:
                 why = "twice" if name in ys else f"which is none of the ys: {', '.join(ys)}"
@@ -249,7 +225,7 @@ class ForwardRuns:
                 )
         specs = [built.specs["ys"][ys[name]] for name in given]
         inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_from(spec.shape)) for spec in specs]
-        tensors = reader.grad_ys(call.grad_ys, inputs, contents, stacked=call.stacked_grad_ys, built=built)
+        tensors = self._reader.grad_ys(values, inputs, built, blob_folder)
         return {ys[name]: tensor for name, tensor in zip(given, tensors, strict=True)}
 
 

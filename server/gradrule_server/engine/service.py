@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 from google.protobuf.message import DecodeError
@@ -15,22 +15,23 @@ from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.build import build
+from gradrule_server.engine.client_memory import AttachedMemories
 from gradrule_server.engine.description import describe
-from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
 from gradrule_server.engine.memory import ProgramMemory, exhausted_error, memory_error
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.run import ForwardRuns, run
 from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
 from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft, error, lacks_memory
-from gradrule_server.link.framing import Frame, FrameSocket, Kind
-from gradrule_server.link.messages import fault_message
+from gradrule_server.link.framing import Buffer, Frame, FrameSocket, Kind
+from gradrule_server.link.messages import fault_message, split_values
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.worker import PreparationService
 from gradrule_server.recovery.endings import ProgramNotLoaded
 
 _log = logging.getLogger(__name__)
 _NOT_MEASURED = contextlib.nullcontext()
+_WITH_VALUES = frozenset({Kind.RUN, Kind.FORWARD, Kind.PULL_BACK, Kind.SESSION})
 
 
 class EngineService:
@@ -50,7 +51,8 @@ class EngineService:
         disabled_fast_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._frames = frames
-        self._reader = ArgumentReader(blobs)
+        self._memories = memories or AttachedMemories(None)
+        self._reader = ArgumentReader(blobs, self._memories)
         self._variable_cache = VariableCache(blobs, device)
         self._device = device
         self._disabled_fast_paths = disabled_fast_paths
@@ -59,8 +61,7 @@ class EngineService:
         self._memory = ProgramMemory(frames, device)
         self._forward_runs = ForwardRuns(self._reader)
         self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, self._forward_runs, device)
-        self._memories = memories or AttachedMemories(None)
-        self._batches = BatchRunner(frames, self._reader, self._memories, self._find_program, self._answering)
+        self._batches = BatchRunner(frames, self._reader, self._find_program, self._answering)
         self._on_worker = on_worker
         self._is_worker = False
         self._preparation = PreparationService(frames, blobs.for_folder)
@@ -120,40 +121,44 @@ class EngineService:
         if frame.kind is Kind.ANSWER:
             self._preparation.deliver_answer(frame)
             return
-        payload, contents = frame.payload, NO_LARGE_TENSORS
-        if not isinstance(payload, bytes):
-            payload, contents = cut_large_tensors(frame.kind, payload)
-        if frame.kind is Kind.RUN:
-            request = link_pb2.RunRequest.FromString(payload)
-            with self._measured(request.key):
-                built = self._find_program(request.key)
-                self._frames.send(
-                    Kind.RAN, frame.request_id, run(built, request, contents, self._reader, self._memories)
-                )
-        elif frame.kind is Kind.DETACH:
-            self._memories.detach(bytes(payload))
+        if frame.kind in _WITH_VALUES:
+            self._answer_values(frame)
+            return
+        payload = bytes(frame.payload)
+        if frame.kind is Kind.DETACH:
+            self._memories.detach(payload)
         elif frame.kind is Kind.COMPILE:
             reply = self._compile(link_pb2.CompileRequest.FromString(payload))
             self._frames.send(Kind.COMPILED, frame.request_id, reply.SerializeToString())
         elif frame.kind is Kind.UNLOAD:
             self._unload(link_pb2.UnloadRequest.FromString(payload).key)
-        elif frame.kind is Kind.FORWARD:
-            forward = link_pb2.ForwardRequest.FromString(payload)
-            with self._measured(forward.run.key):
-                kept = self._forward_runs.forward(self._find_program(forward.run.key), forward, contents, self._device)
-            self._frames.send(Kind.RAN, frame.request_id, kept.SerializeToString())
-        elif frame.kind is Kind.PULL_BACK:
-            gradients = self._forward_runs.pull_back(link_pb2.PullBackRequest.FromString(payload), contents)
-            self._frames.send(Kind.RAN, frame.request_id, gradients.SerializeToString())
-        elif frame.kind is Kind.SESSION:
-            done = self._sessions.handle(link_pb2.SessionRequest.FromString(payload), contents)
-            self._frames.send(Kind.RAN, frame.request_id, done.SerializeToString())
         elif frame.kind is Kind.END_SESSION:
             self._sessions.end(link_pb2.ReleaseRequest.FromString(payload).handle)
         elif frame.kind is Kind.RELEASE:
             self._forward_runs.release(link_pb2.ReleaseRequest.FromString(payload).handle)
         else:
             raise DecodeError(f"an engine takes no {frame.kind.name}")
+
+    def _answer_values(self, frame: Frame) -> None:
+        """Answers a frame that has the tensors of a call."""
+        received = split_values(frame.payload)
+        answer: Buffer | Sequence[Buffer]
+        if frame.kind is Kind.RUN:
+            request = link_pb2.RunRequest.FromString(received.message)
+            with self._measured(request.key):
+                answer = run(self._find_program(request.key), request, received, self._reader)
+        elif frame.kind is Kind.FORWARD:
+            forward = link_pb2.ForwardRequest.FromString(received.message)
+            with self._measured(forward.run.key):
+                built = self._find_program(forward.run.key)
+                answer = self._forward_runs.forward(built, forward, received, self._device).SerializeToString()
+        elif frame.kind is Kind.PULL_BACK:
+            pull_back = link_pb2.PullBackRequest.FromString(received.message)
+            answer = self._forward_runs.pull_back(pull_back, received).SerializeToString()
+        else:
+            action = link_pb2.SessionRequest.FromString(received.message)
+            answer = self._sessions.handle(action, received).SerializeToString()
+        self._frames.send(Kind.RAN, frame.request_id, answer)
 
     def _measured(self, key: str) -> contextlib.AbstractContextManager[None]:
         """Measures the first run of a program, in which TensorFlow makes an optimized copy of its graph."""

@@ -13,16 +13,16 @@ from typing import Any
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
-from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.arguments import ArgumentReader, parts_of, read_packing
 from gradrule_server.engine.derivatives import DENSE, SPARSE, split_tensors
 from gradrule_server.engine.kept_bytes import saved_bytes
-from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.response_writer import write_derivatives, write_tensor
-from gradrule_server.engine.run import ForwardRuns, check_size, read_packing, run_on_device, set_timings
+from gradrule_server.engine.run import ForwardRuns, check_size, run_on_device, set_timings
 from gradrule_server.engine.tensor_sources import VariableCache
 from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 from gradrule_server.errors import error
+from gradrule_server.link.messages import ReceivedRequest
 from gradrule_server.link.v1 import link_pb2
 
 _MAX_ENDED = 4096
@@ -68,10 +68,10 @@ class Sessions:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def handle(self, request: link_pb2.SessionRequest, contents: LargeTensors) -> link_pb2.SessionReply:
+    def handle(self, request: link_pb2.SessionRequest, received: ReceivedRequest) -> link_pb2.SessionReply:
         """Handles one message. Raises SESSION_LOST for an unknown session, QUOTA_EXCEEDED if it gets too large.
 
-        `contents`: bytes of tensors that were cut out of the message.
+        `received`: the payload of the message, for the tensors of a run.
         """
         with self._lock:
             if request.assign.opens and request.session not in self._ended:
@@ -94,7 +94,7 @@ class Sessions:
                 case "restore":
                     self._restore(session, request)
                 case _:
-                    self._run(session, request.run, contents, request, reply)
+                    self._run(session, request.run, received, request, reply)
             reply.step = session.steps
             if not reply.bytes:
                 reply.bytes = session.bytes_with(session.values)
@@ -158,15 +158,14 @@ class Sessions:
         self,
         session: _Session,
         request: link_pb2.SessionRun,
-        contents: LargeTensors,
+        received: ReceivedRequest,
         message: link_pb2.SessionRequest,
         reply: link_pb2.SessionReply,
     ) -> None:
         started = time.monotonic_ns()
         built = self._find_program(request.run.key)
-        call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
-        packing = read_packing(call.answer_packing)
-        results = run_on_device(built, request.run, call, self._reader, contents, session.values)
+        packing = built.feed_plan.layout(parts_of(received.values).header).packing
+        results = run_on_device(built, request.run, received.values, self._reader, session.values)
         outputs, derivatives = results[: len(built.outputs)], results[len(built.outputs) :]
         if request.loss:
             _require_one_element(request.loss, outputs[built.outputs.index(request.loss)])
@@ -196,7 +195,7 @@ class Sessions:
             reply.kept_bytes = self._forward_runs.keep(request.handle, built, derivatives)
         session.values = values
         session.steps += request.HasField("optimizer")
-        set_timings(response.timings, request.run.received_ns, started)
+        set_timings(response.timings, received.received_ns, started)
         reply.response = response.SerializeToString()
 
     def _apply_optimizer(

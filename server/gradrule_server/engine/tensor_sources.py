@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from gradrule.common import tensor_codec, tensor_packing
+from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
-from gradrule.v1 import errors_pb2, tensor_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.engine.program import Input
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
@@ -120,64 +120,38 @@ class BlobReader:
         return self._folder / name if self._folder is not None and _NAME.fullmatch(name) else None
 
 
-def read_tensor(
-    value: tensor_pb2.TensorSource,
-    content: memoryview | None,
-    item: Input,
-    max_rank: int,
-    blobs: BlobReader,
-    what: str,
-    field: str,
-) -> np.ndarray:
-    """Returns the value of an input. Raises INVALID_TENSOR, FEED_DTYPE, FEED_SHAPE, LIMIT_EXCEEDED or BLOB_NOT_FOUND.
+def check_tensor(
+    header: evaluate_pb2.TensorHeader, item: Input, max_rank: int, what: str, field: str
+) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    """Checks the header of a tensor for an input; returns the type of its elements, its shape and its size in bytes.
+
+    Raises INVALID_TENSOR, FEED_DTYPE, FEED_SHAPE or LIMIT_EXCEEDED.
 
     Args:
-        value: The message.
-        content: Bytes that were cut out of the message; None if there are none.
+        header: The header.
         item: The input.
         max_rank: Highest rank that is accepted.
-        blobs: Reads a value that is a blob.
         what: Names the kind of input in errors.
         field: Field of the request, for errors.
     """
-    source = value.WhichOneof("source")
-    if source not in ("inline_tensor", "blob"):
-        fault = "lies in shared memory, which this request does not use" if source else "holds no tensor"
-        raise error(
-            errors_pb2.ERROR_REASON_INVALID_TENSOR,
-            f"{what} {item.name!r} {fault}",
-            node=item.name,
-            field=field,
-        )
-    packed = value.inline_tensor.packed if value.inline_tensor.HasField("packed") else None
-    inline = value.inline_tensor if packed is None else packed
-    message = value.blob if source == "blob" else inline
-    if message.dtype != item.dtype.base_dtype.as_datatype_enum:
+    where = f"{what} {item.name!r}"
+    if header.dtype != item.dtype.base_dtype.as_datatype_enum:
         raise error(
             errors_pb2.ERROR_REASON_FEED_DTYPE,
-            f"{what} {item.name!r} is {_dtype_name(message.dtype)}, but the tensor is {item.dtype.name}",
+            f"{where} is {_dtype_name(header.dtype)}, but the tensor is {item.dtype.name}",
             node=item.name,
             field=field,
         )
-    where = f"{what} {item.name!r}"
-    shape = message.tensor_shape if isinstance(message, tensor_pb2.Tensor) else message.shape
-    if len(shape.dim) > max_rank:
+    if len(header.shape) > max_rank:
         raise error(
             errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-            f"{where} has rank {len(shape.dim)}; {max_rank} is the most (--max-rank)",
+            f"{where} has rank {len(header.shape)}; {max_rank} is the most (--max-rank)",
             node=item.name,
             field=field,
         )
-    if packed is not None:
-        # The shape is checked first: a tensor of a wrong shape is not unpacked.
-        _check_shape(tuple(dim.size for dim in shape.dim), item, where, field)
-    array = blobs.array(value.blob, where, field) if source == "blob" else _array(inline, content, where, field)
-    _check_shape(array.shape, item, where, field)
-    return array
-
-
-def _check_shape(shape: tuple[int, ...], item: Input, where: str, field: str) -> None:
-    """Raises FEED_SHAPE if an input does not take values of the shape."""
+    shape = tuple(header.shape)
+    if min(shape, default=0) < 0:
+        raise _invalid(f"{where}: a tensor's shape must be known", field)
     if not item.shape.is_compatible_with(shape):
         raise error(
             errors_pb2.ERROR_REASON_FEED_SHAPE,
@@ -185,17 +159,14 @@ def _check_shape(shape: tuple[int, ...], item: Input, where: str, field: str) ->
             node=item.name,
             field=field,
         )
-
-
-def _array(
-    message: tensor_pb2.Tensor | tensor_pb2.PackedTensor, content: memoryview | None, what: str, field: str
-) -> np.ndarray:
     try:
-        if isinstance(message, tensor_pb2.PackedTensor):
-            return tensor_packing.unpack(message, content=content)
-        return tensor_codec.to_numpy(message, content=content)
+        dtype = tensor_codec.numpy_dtype(header.dtype)
     except ValueError as cause:
-        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
+        raise _invalid(f"{where}: {cause}", field) from cause
+    is_plain = tensor_codec.has_plain_bytes(np.empty(0, dtype))
+    if not (is_plain or header.content_is_tensor or header.blob_sha256):
+        raise _invalid(f"{where} is {dtype_name(header.dtype)}; the content of such a tensor is a Tensor", field)
+    return dtype, shape, math.prod(shape) * dtype.itemsize
 
 
 def _dtype_name(dtype: int) -> str:

@@ -24,6 +24,7 @@ from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.identity import require_admin
 from gradrule_server.link.messages import finding_message
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.call_requests import EvaluateCall
 from gradrule_server.programs.forward_handles import StreamHandles
 from gradrule_server.programs.sessions import Session
 from gradrule_server.registry.rule_entries import preset_message, rule_message
@@ -169,24 +170,23 @@ class GradientServicer:
 
     def evaluate(self, call: Call[Empty]) -> Awaitable[bytes]:
         caller = call.caller
-        read = functools.partial(self._pipeline.parse, link_pb2.RawEvaluateRequest, call.raw, caller)
+        parse = functools.partial(self._pipeline.parse, caller=caller)
         used = functools.partial(self._shared_memory.use, caller=caller)
-        return caller.tenant.program_service.evaluate(call.raw, read, call.received_ns, call.ends_at, used)
+        return caller.tenant.program_service.evaluate(call.raw, parse, call.received_ns, call.ends_at, used)
 
     async def share_memory(self, call: Call[evaluate_pb2.ShareMemoryRequest]) -> evaluate_pb2.ShareMemoryResponse:
         return self._shared_memory.issue_keys(call.caller)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         handles = StreamHandles(caller.tenant.handles, caller.tenant.program_service)
+        parse = functools.partial(self._pipeline.parse, caller=caller)
 
         async def forward(call: Call[link_pb2.RawForwardRequest]) -> bytes:
-            return await handles.forward(call.request, call.received_ns, call.ends_at)
+            evaluation = await EvaluateCall.read(call.request.evaluate, parse)
+            return await handles.forward(call.request, evaluation, call.received_ns, call.ends_at)
 
         async def pull_back(call: Call[evaluate_pb2.PullBackRequest]) -> bytes:
-            request = call.request
-            return await handles.pull_back(
-                call.raw, request.handle, call.received_ns, call.ends_at, closes=request.close_handle
-            )
+            return await handles.pull_back(call.request, call.received_ns, call.ends_at)
 
         async def close(call: Call[evaluate_pb2.CloseHandleRequest]) -> evaluate_pb2.CloseHandleResponse:
             handles.close(call.request.handle)
@@ -303,8 +303,10 @@ class SessionServicer:
         part = getattr(request, kind)
         packing = request.answer_packing if request.HasField("answer_packing") else None
 
+        parse = functools.partial(self._pipeline.parse, caller=caller)
+
         async def read(request_type: type[MessageT]) -> MessageT:
-            return await self._pipeline.parse(request_type, part, caller)
+            return await parse(request_type, part)
 
         async def run(ends_at: float) -> Message | bytes:
             match kind:
@@ -316,14 +318,15 @@ class SessionServicer:
                     evaluation = await read(session_pb2.SessionEvaluateRequest)
                     return await session.evaluate(evaluation, received_ns, ends_at, request)
                 case "call":
-                    call = await read(link_pb2.RawEvaluateRequest)
+                    call = await EvaluateCall.read(part, parse)
                     return await session.call(call, received_ns, ends_at, request)
                 case "forward":
                     forward = await read(link_pb2.RawForwardRequest)
-                    return await session.keep_forward(forward, received_ns, ends_at, request)
+                    call = await EvaluateCall.read(forward.evaluate, parse)
+                    return await session.keep_forward(forward, call, received_ns, ends_at, request)
                 case "pull_back":
                     pull_back = await read(evaluate_pb2.PullBackRequest)
-                    return await session.pull_back(pull_back, part, received_ns, ends_at, packing)
+                    return await session.pull_back(pull_back, received_ns, ends_at, packing)
                 case "close_handle":
                     session.close_handle((await read(evaluate_pb2.CloseHandleRequest)).handle)
                     return evaluate_pb2.CloseHandleResponse()

@@ -23,7 +23,7 @@ from gradrule_server.link.arena import MIN_PLACED_BYTES, Arenas, Chunk
 
 _log = logging.getLogger(__name__)
 
-LINK_VERSION = 5
+LINK_VERSION = 6
 
 _HEADER = struct.Struct("<QIQ")
 HEADER_BYTES = _HEADER.size

@@ -5,16 +5,21 @@ Payloads come in parts: large bytes, such as the tensors of a call, are not copi
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from gradrule.common.wire_format import prefix
-from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
+from google.protobuf.message import Message
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft, Resource
+from gradrule_server.link.framing import Buffer
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import ProgramNotLoaded
 
-_REQUEST = link_pb2.RunRequest.REQUEST_FIELD_NUMBER
+# The length of the message, and when the front end read the request.
+_PREFIX = struct.Struct("<IQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +155,45 @@ def release_payload(handle: str) -> bytes:
     return link_pb2.ReleaseRequest(handle=handle).SerializeToString()
 
 
+def with_values(message: Message, received_ns: int, values: Sequence[bytes]) -> Sequence[bytes]:
+    """Returns the payload of a RUN, FORWARD, PULL_BACK or SESSION frame.
+
+    Args:
+        message: The message of the frame.
+        received_ns: When the front end read the request, CLOCK_MONOTONIC.
+        values: Bytes of an `EvaluateRequest` with a header, in parts. Empty for an action of a session without tensors.
+    """
+    return _with_values(message.SerializeToString(), received_ns, values)
+
+
+def _with_values(message: bytes, received_ns: int, values: Sequence[bytes]) -> Sequence[bytes]:
+    return _PREFIX.pack(len(message), received_ns) + message, *values
+
+
+class ReceivedRequest(NamedTuple):
+    """The payload of a frame that `with_values` wrote.
+
+    Attributes:
+        message: Bytes of the message of the frame.
+        received_ns: When the front end read the request, CLOCK_MONOTONIC.
+        values: Bytes of an `EvaluateRequest` with a header.
+    """
+
+    message: bytes
+    received_ns: int
+    values: Buffer
+
+
+def split_values(payload: Buffer) -> ReceivedRequest:
+    """Reads the payload of a RUN, FORWARD, PULL_BACK or SESSION frame. Raises `ValueError` if it is malformed."""
+    try:
+        size, received_ns = _PREFIX.unpack_from(payload)
+    except struct.error as cause:
+        raise ValueError(f"no message with values: {cause}") from None
+    end = _PREFIX.size + size
+    return ReceivedRequest(bytes(payload[_PREFIX.size : end]), received_ns, payload[end:])
+
+
 @dataclass(slots=True, eq=False)
 class RunTemplate:
     """Builds the payloads of RUN frames of one program with equal params: only values and times differ.
@@ -159,9 +203,8 @@ class RunTemplate:
     """
 
     settings: bytes
-    _head: bytes = field(default=b"", init=False)
-    _size: int = field(default=-1, init=False)
-    _prefix: bytes = field(default=b"", init=False)
+    message: bytes = field(default=b"", init=False)
+    """Bytes of a `RunRequest`."""
 
     @classmethod
     def create(cls, params: Iterable[link_pb2.ParamSetting], blob_folder: str) -> RunTemplate:
@@ -170,109 +213,8 @@ class RunTemplate:
 
     def set_key(self, key: str) -> None:
         """Sets the program's key in the engine that runs the next calls."""
-        self._head = self.settings + link_pb2.RunRequest(key=key).SerializeToString()
+        self.message = self.settings + link_pb2.RunRequest(key=key).SerializeToString()
 
-    def payload(self, received_ns: int, values: bytes) -> Sequence[bytes]:
-        """Returns the payload for one call.
-
-        Args:
-            received_ns: When the call was received, CLOCK_MONOTONIC.
-            values: Bytes of an `EvaluateRequest` with the call's tensors.
-        """
-        if self._size != len(values):
-            self._size, self._prefix = len(values), prefix(_REQUEST, len(values))
-        return self._head, link_pb2.RunRequest(received_ns=received_ns).SerializeToString(), self._prefix, values
-
-
-def forward_payload(run: Sequence[bytes], handle: str) -> Sequence[bytes]:
-    """Returns the payload of a FORWARD frame. `run`: a `RunRequest`. `handle`: name of the tensors that are kept."""
-    rest = link_pb2.ForwardRequest(handle=handle).SerializeToString()
-    return *_field(link_pb2.ForwardRequest.RUN_FIELD_NUMBER, run), rest
-
-
-def pull_back_payload(handle: str, received_ns: int, request: bytes, blob_folder: str) -> Sequence[bytes]:
-    """Returns the payload of a PULL_BACK frame. `request`: bytes of a `gradrule.v1.PullBackRequest`."""
-    rest = link_pb2.PullBackRequest(handle=handle, received_ns=received_ns, blob_folder=blob_folder)
-    return rest.SerializeToString(), *_field(link_pb2.PullBackRequest.REQUEST_FIELD_NUMBER, (request,))
-
-
-def session_payload(
-    session: str,
-    action: Sequence[bytes],
-    *,
-    max_bytes: int,
-    max_bytes_setting: str,
-    blob_folder: str,
-    deadline_ns: int,
-) -> Sequence[bytes]:
-    """Returns the payload of a SESSION frame; see `SessionRequest`.
-
-    Args:
-        session: Name of the session.
-        action: The result of `session_run`, `session_assign` or `session_read`.
-        max_bytes: Most bytes that the session may have.
-        max_bytes_setting: The flag of the setting that limits `max_bytes`.
-        blob_folder: Folder of the caller's blobs.
-        deadline_ns: Time after which the action changes nothing, CLOCK_MONOTONIC.
-    """
-    head = link_pb2.SessionRequest(
-        session=session,
-        max_bytes=max_bytes,
-        max_bytes_setting=max_bytes_setting,
-        blob_folder=blob_folder,
-        deadline_ns=deadline_ns,
-    )
-    return head.SerializeToString(), *action
-
-
-def session_assign(variables: Iterable[link_pb2.BoundVariable], *, opens: bool) -> Sequence[bytes]:
-    """Returns the part of a `SessionRequest` that sets variables. `opens`: whether it starts the session."""
-    assign = link_pb2.SessionAssign(variables=variables, opens=opens)
-    return (link_pb2.SessionRequest(assign=assign).SerializeToString(),)
-
-
-def session_read(names: Iterable[str], packing: tensor_pb2.Packing | None, *, optimizer_state: bool) -> Sequence[bytes]:
-    """Returns the part of a `SessionRequest` that reads variables, and the optimizer's state if requested.
-
-    `packing`: how values are encoded.
-    """
-    read = link_pb2.SessionRead(variables=names, packing=packing, optimizer_state=optimizer_state)
-    return (link_pb2.SessionRequest(read=read).SerializeToString(),)
-
-
-def session_restore(
-    state: session_pb2.OptimizerState, variables: Iterable[str], slots: Iterable[link_pb2.BoundVariable]
-) -> Sequence[bytes]:
-    """Returns the part of a `SessionRequest` that creates the optimizer. `slots`: the checked slots of the state."""
-    restore = link_pb2.SessionRestore(optimizer=state.optimizer, step=state.step, variables=variables, slots=slots)
-    return (link_pb2.SessionRequest(restore=restore).SerializeToString(),)
-
-
-def session_run(
-    run: Sequence[bytes],
-    store: Iterable[str],
-    optimizer: session_pb2.Optimizer | None,
-    handle: str,
-    available_bytes: tuple[int, str],
-    loss: str,
-) -> Sequence[bytes]:
-    """Returns the part of a `SessionRequest` that runs a program.
-
-    Args:
-        run: A `RunRequest`.
-        store: Variables that are set to the outputs.
-        optimizer: Applies the gradients to their variables; None: the answer holds the gradients.
-        handle: Name under which the engine keeps the tensors of a forward run; empty: it keeps none.
-        available_bytes: Most bytes that it may keep under that name, and the flag of the setting that limits them.
-        loss: With an optimizer, the output that must have one element.
-    """
-    rest = link_pb2.SessionRun(store=store, optimizer=optimizer, handle=handle, loss=loss)
-    if handle:
-        rest.max_kept_bytes, rest.max_kept_bytes_setting = available_bytes
-    whole = (*_field(link_pb2.SessionRun.RUN_FIELD_NUMBER, run), rest.SerializeToString())
-    return _field(link_pb2.SessionRequest.RUN_FIELD_NUMBER, whole)
-
-
-def _field(number: int, parts: Sequence[bytes]) -> Sequence[bytes]:
-    """Returns parts of a message as one field of another message."""
-    return prefix(number, sum(map(len, parts))), *parts
+    def payload(self, received_ns: int, values: Sequence[bytes]) -> Sequence[bytes]:
+        """Returns the payload for one call; the arguments are those of `with_values`."""
+        return _with_values(self.message, received_ns, values)

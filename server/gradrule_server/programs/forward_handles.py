@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, NoMemoryLeft, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import pull_back_payload, release_payload
+from gradrule_server.link.messages import release_payload, with_values
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_pull_back
+from gradrule_server.programs.call_requests import EvaluateCall, translate_pull_back
 from gradrule_server.programs.runner import ForwardRun, ProcessRef
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.quotas import Quota
@@ -39,9 +40,7 @@ class ForwardRunner(Protocol):
         """The engines that may keep a run."""
         ...
 
-    async def forward(
-        self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
-    ) -> ForwardRun:
+    async def forward(self, call: EvaluateCall, handle: str, received_ns: int, ends_at: float) -> ForwardRun:
         """Runs the forward part; an engine keeps what the backward part needs, under the name `handle`."""
         ...
 
@@ -121,8 +120,13 @@ class StreamHandles:
         self._runner = runner
         self._handles: dict[str, _Handle] = {}
 
-    async def forward(self, request: link_pb2.RawForwardRequest, received_ns: int, ends_at: float) -> bytes:
-        """Runs forward; the engine keeps what pulling back needs. Returns the bytes of a `ForwardResponse`."""
+    async def forward(
+        self, request: link_pb2.RawForwardRequest, call: EvaluateCall, received_ns: int, ends_at: float
+    ) -> bytes:
+        """Runs forward; the engine keeps what pulling back needs. Returns the bytes of a `ForwardResponse`.
+
+        `call`: The evaluation of the request.
+        """
         manager = self._manager
         ttl_s = manager.ttl_s
         if request.HasField("ttl"):
@@ -134,7 +138,7 @@ class StreamHandles:
         name = manager.reserve_name()
         run: ForwardRun | None = None
         try:
-            run = await self._runner.forward(request.evaluate, name, received_ns, ends_at)
+            run = await self._runner.forward(call, name, received_ns, ends_at)
             # The handle does not keep the program, whose bytes no quota counts.
             recorder = manager.program_service.runner.recovery().recorder(run.workload)
             handle = _Handle(name, run.process, recorder, run.kept_bytes, min(ttl_s, manager.ttl_s))
@@ -153,25 +157,22 @@ class StreamHandles:
         response.ttl.FromNanoseconds(int(handle.ttl_s * 1e9))
         return response.SerializeToString()
 
-    async def pull_back(
-        self, raw: bytes, name: str, received_ns: int, ends_at: float, *, closes: bool = False
-    ) -> bytes:
-        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED.
-
-        `raw`: Bytes of the `PullBackRequest`. `closes`: Closes the handle after success.
-        """
+    async def pull_back(self, request: evaluate_pb2.PullBackRequest, received_ns: int, ends_at: float) -> bytes:
+        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED."""
+        name = request.handle
         handle = self._handles.get(name)
         if handle is None:
             raise _expired(f"there is no handle {name!r} on this stream: it was closed, or it expired")
         if handle.process.is_gone:
             self.close(name)
             raise _expired(f"the handle {name!r} was lost with its engine")
-        payload = pull_back_payload(name, received_ns, raw, self._manager.blob_folder)
+        message = link_pb2.PullBackRequest(handle=name, blob_folder=self._manager.blob_folder)
+        payload = with_values(message, received_ns, translate_pull_back(request).values)
         self._stop_timer(handle)
         try:
             answer = await self._run_backward(handle, payload, ends_at)
             record_pull_back(answer, received_ns)
-            if closes:
+            if request.close_handle:
                 self.close(name)
             return answer
         except EngineLost as lost:

@@ -15,10 +15,11 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import RunTemplate, forward_payload, release_payload
+from gradrule_server.link.messages import RunTemplate, release_payload, with_values
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_run, timing_compilation
+from gradrule_server.programs.call_requests import EvaluateCall
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.loaded import Load, LoadedPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
@@ -27,7 +28,7 @@ from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore
 
 
-def turn_ends_at(ends_at: float, message: link_pb2.RawEvaluateRequest | link_pb2.RawSessionRequest) -> float:
+def turn_ends_at(ends_at: float, message: evaluate_pb2.EvaluateHeader | link_pb2.RawSessionRequest) -> float:
     """Returns the loop time until which a call waits for its turn on an engine: at most for its `run_timeout`.
 
     `ends_at`: Loop time of its deadline; 0: none.
@@ -37,20 +38,20 @@ def turn_ends_at(ends_at: float, message: link_pb2.RawEvaluateRequest | link_pb2
     return min(ends_at or math.inf, asyncio.get_running_loop().time() + message.run_timeout.ToNanoseconds() / 1e9)
 
 
-def may_batch(program: RunnableProgram, request: link_pb2.RawEvaluateRequest) -> bool:
+def may_batch(program: RunnableProgram, header: evaluate_pb2.EvaluateHeader) -> bool:
     """Returns whether a program and its caller allow that a call runs together with others.
 
     Raises MALFORMED_REQUEST if the call, and not the program, declares the axis of examples.
     """
-    if request.batching.HasField("axis"):
+    if header.batching.HasField("axis"):
         message = "the axis is part of the program: set spec.batching.axis when it is compiled"
         raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, field="batching.axis")
-    return program.loadable.is_batched and (request.batching.allowed or not request.batching.HasField("allowed"))
+    return program.loadable.is_batched and (header.batching.allowed or not header.batching.HasField("allowed"))
 
 
-def run_limit_s(request: link_pb2.RawEvaluateRequest) -> float:
+def run_limit_s(header: evaluate_pb2.EvaluateHeader) -> float:
     """Returns the request's `run_timeout` in seconds; infinity if it has none."""
-    return request.run_timeout.ToNanoseconds() / 1e9 if request.HasField("run_timeout") else math.inf
+    return header.run_timeout.ToNanoseconds() / 1e9 if header.HasField("run_timeout") else math.inf
 
 
 def run_limit_error(limit_s: float) -> GradruleError:
@@ -63,12 +64,21 @@ class Run(NamedTuple):
     """One run of a loaded program.
 
     Attributes:
-        payload: The `RunRequest`.
+        template: Builds the messages to the engine that has loaded it.
+        received_ns: When the run began to wait for the engine, CLOCK_MONOTONIC.
+        values: Bytes of an `EvaluateRequest` with a header, in parts.
         batch_key: Key of the calls that it may run together with; None: it runs alone.
     """
 
-    payload: Sequence[bytes]
+    template: RunTemplate
+    received_ns: int
+    values: Sequence[bytes]
     batch_key: BatchKey | None
+
+    @property
+    def request(self) -> link_pb2.RunRequest:
+        """The message of the run, for messages that hold it."""
+        return link_pb2.RunRequest.FromString(self.template.message)
 
 
 class RunMode(Protocol):
@@ -104,9 +114,8 @@ class RunOnce:
     memory: MemoryUse | None = None
 
     async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
-        return await engine.call(
-            Kind.RUN, run.payload, self.ends_at, recorder, batch_key=run.batch_key, memory=self.memory
-        )
+        payload = run.template.payload(run.received_ns, run.values)
+        return await engine.call(Kind.RUN, payload, self.ends_at, recorder, batch_key=run.batch_key, memory=self.memory)
 
 
 @dataclass(slots=True)
@@ -125,7 +134,8 @@ class RunForward:
         engine.notify(Kind.RELEASE, release_payload(self.handle))
 
     async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
-        payload = forward_payload(run.payload, self.handle)
+        message = link_pb2.ForwardRequest(run=run.request, handle=self.handle)
+        payload = with_values(message, run.received_ns, run.values)
         reply = link_pb2.ForwardReply.FromString(await engine.call(Kind.FORWARD, payload, self.ends_at, recorder))
         self.kept_bytes = reply.kept_bytes
         return reply.response
@@ -153,7 +163,7 @@ class RunInSession:
         return self.channel.engine
 
     async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
-        self.reply = await self.channel.run(run.payload, self, recorder)
+        self.reply = await self.channel.run(run, self, recorder)
         return self.reply.response
 
 
@@ -165,8 +175,8 @@ class SessionChannel(Protocol):
         """The engine that holds the session."""
         ...
 
-    async def run(self, run: Sequence[bytes], mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
-        """Runs a program. `run`: a `RunRequest`.
+    async def run(self, run: Run, mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
+        """Runs a program.
 
         Raises `EngineLost` if the engine ends meanwhile, SESSION_LOST if it had ended before.
         """
@@ -239,38 +249,33 @@ class ProgramRunner:
     async def run(
         self,
         program: RunnableProgram,
-        request: link_pb2.RawEvaluateRequest,
+        call: EvaluateCall,
         received_ns: int,
         compile_started_ns: int,
         mode: RunMode,
         *,
-        values: bytes | None = None,
         recovery: CallRecovery[Engine] | None = None,
         is_new: bool = False,
         lost: EngineLost | None = None,
     ) -> RunResult:
-        """Runs a program on the values of a request.
+        """Runs a program on the values of a call.
 
         Args:
             program: The program.
-            request: The parsed request. Its program is removed if `values` is None.
+            call: The call.
             received_ns: When the request was received, CLOCK_MONOTONIC.
             compile_started_ns: When finding or compiling the program began, CLOCK_MONOTONIC.
             mode: How the engine runs the program.
-            values: Bytes of an `EvaluateRequest` with the values; None: `request` is serialized.
             recovery: Runs the call again if its engine ends; None: a new one.
             is_new: Whether the program was compiled for this call.
             lost: The loss of the engine that ran the call before.
         """
-        if values is None:
-            # The engine has the program already, which may be large.
-            request.ClearField("spec")
-            values = request.SerializeToString()
-        template = RunTemplate.create(program.compiled.param_settings(request.params), self._blobs.folder_name)
+        header, values = call.header, call.values
+        template = RunTemplate.create(program.compiled.param_settings(header.params), self._blobs.folder_name)
         recovery = recovery or self.recovery(mode)
         workload = program.loadable.workload
-        recorder, limit_s = recovery.recorder(workload), run_limit_s(request)
-        is_batched = may_batch(program, request)
+        recorder, limit_s = recovery.recorder(workload), run_limit_s(header)
+        is_batched = may_batch(program, header)
 
         async def attempt(engine: Engine | None) -> tuple[bytes, int, bool, ProcessRef]:
             nonlocal lost
@@ -286,7 +291,7 @@ class ProgramRunner:
                 # The time until now counts as compiling, from now on as queueing.
                 queued_ns = received_ns + time.monotonic_ns() - compile_started_ns
                 batch_key = BatchKey(load.engine_key, template.settings) if is_batched else None
-                run = Run(template.payload(queued_ns, values), batch_key)
+                run = Run(template, queued_ns, values, batch_key)
                 process = ProcessRef(load.engine, load.generation)
                 recovery.is_building = False
                 try:
@@ -297,8 +302,8 @@ class ProgramRunner:
                     raise
                 return answer, queued_ns, is_loaded_now, process
 
-        recovery.turn_ends_at = turn_ends_at(mode.ends_at, request)
-        blobs = _value_blobs(request)
+        recovery.turn_ends_at = turn_ends_at(mode.ends_at, header)
+        blobs = call.blobs
         async with self._blobs.acquired(blobs) if blobs else contextlib.nullcontext():
             answer, queued_ns, is_loaded_now, process = await recovery.run(workload, attempt, undo=mode.undo)
         record_run(answer, queued_ns)
@@ -331,9 +336,3 @@ async def _run_in_time(mode: RunMode, load: Load, run: Run, recorder: OutcomeRec
     answer = await mode.run(load.engine, run, recorder)
     load.has_run = True
     return answer
-
-
-def _value_blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:
-    """Returns the blobs that hold values of the call."""
-    given = (*request.feeds, *request.grad_ys, *request.tangents, *request.vectors)
-    return [item.value.blob.sha256 for item in given if item.value.HasField("blob")]

@@ -6,10 +6,11 @@ Everything runs on one asyncio loop; slow work runs in threads. Callers cancel t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ import numpy as np
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.link.call_parts import find_parts
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape, sampled_gradient
 from gradrule_server.link.pool import EnginePool
@@ -26,16 +28,10 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import CallPath, record_path
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import InlineKey, ProgramCache, SessionKey, SpecDigests
+from gradrule_server.programs.call_requests import EvaluateCall, ReadMessage, translate
 from gradrule_server.programs.compile_tasks import CompileTasks
 from gradrule_server.programs.compiler import Compiler, RunnableProgram
-from gradrule_server.programs.known_calls import (
-    USES_MEMORY,
-    CallStructure,
-    KnownCalls,
-    call_shape,
-    memory_use,
-    read_structure,
-)
+from gradrule_server.programs.known_calls import KnownCalls
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Preparer, RegistryLookup
 from gradrule_server.programs.runner import (
@@ -72,7 +68,7 @@ class ProgramService:
         capacity: Most programs in the cache.
         capacity_bytes: Most bytes in the cache.
         owner: The tenant.
-        has_known_calls: Whether calls whose structure is known skip parsing.
+        has_known_calls: Whether calls whose header is known skip all decisions.
     """
 
     def __init__(
@@ -111,7 +107,7 @@ class ProgramService:
     async def evaluate(
         self,
         raw: bytes,
-        read: Callable[[], Awaitable[link_pb2.RawEvaluateRequest]],
+        parse: ReadMessage,
         received_ns: int,
         ends_at: float,
         used: Callable[[evaluate_pb2.SharedMemoryUse], AbstractContextManager[MemoryUse]],
@@ -120,58 +116,42 @@ class ProgramService:
 
         Args:
             raw: The request's bytes.
-            read: Parses them.
+            parse: Parses a message.
             received_ns: When the request was received, CLOCK_MONOTONIC.
             ends_at: Loop time of the deadline.
             used: Returns a context within which a call uses a client's shared memory.
         """
-        structure = read_structure(raw) if self._has_known_calls else None
-        if structure is not None:
-            if USES_MEMORY not in structure:
-                return await self._evaluate_once(raw, read, received_ns, ends_at, structure)
-            with used(memory_use(raw)) as memory:
-                return await self._evaluate_once(raw, read, received_ns, ends_at, structure, memory)
-        record_path(CallPath.GENERAL)
-        request = await read()
-        call = call_shape(request)
-        if not request.HasField("shared_memory"):
-            mode = RunOnce(ends_at)
-            return (await self._evaluate(request, raw, call, received_ns, mode))[0]
-        with used(request.shared_memory) as memory:
+        parts = find_parts(raw)
+        if parts is not None:
+            call, header, shared_memory = None, parts.header, parts.shared_memory
+        else:
+            call = translate(await parse(link_pb2.RawEvaluateRequest, raw))
+            header, shared_memory = call.header_bytes, call.shared_memory
+        with contextlib.nullcontext() if shared_memory is None else used(shared_memory) as memory:
+            lost: EngineLost | None = None
+            if self._has_known_calls and (call is None or call.spec is None):
+                values = (raw,) if call is None else call.values
+                done = await self._known.run(header, values, received_ns, ends_at, memory)
+                if isinstance(done, bytes):
+                    return done
+                lost = done
+            record_path(CallPath.GENERAL)
+            if call is None:
+                parsed = await parse(evaluate_pb2.EvaluateHeader, header)
+                call = EvaluateCall(parsed, shared_memory=shared_memory, raw=raw)
             mode = RunOnce(ends_at, memory=memory)
-            return (await self._evaluate(request, raw, call, received_ns, mode))[0]
-
-    async def _evaluate_once(
-        self,
-        raw: bytes,
-        read: Callable[[], Awaitable[link_pb2.RawEvaluateRequest]],
-        received_ns: int,
-        ends_at: float,
-        structure: CallStructure,
-        memory: MemoryUse | None = None,
-    ) -> bytes:
-        """Runs a call whose structure could be read without parsing it."""
-        done = await self._known.run(structure, raw, received_ns, ends_at, memory)
-        if isinstance(done, bytes):
-            return done
-        record_path(CallPath.GENERAL)
-        request = await read()
-        mode = RunOnce(ends_at, memory=memory)
-        return (await self._evaluate(request, raw, call_shape(request), received_ns, mode, structure, done))[0]
+            return (await self._evaluate(call, call.shape, received_ns, mode, header, lost))[0]
 
     @property
     def engines(self) -> Sequence[Engine]:
         """The engines that may keep forward runs."""
         return self.pool.engines_for(self.owner)
 
-    async def forward(
-        self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
-    ) -> ForwardRun:
+    async def forward(self, call: EvaluateCall, handle: str, received_ns: int, ends_at: float) -> ForwardRun:
         """Runs the forward part; the engine keeps what the backward part needs, under the name `handle`."""
-        await self.pool.wait_to_keep(self.owner, turn_ends_at(ends_at, request))
-        call = replace(call_shape(request), split=True)
+        await self.pool.wait_to_keep(self.owner, turn_ends_at(ends_at, call.header))
         mode = RunForward(ends_at, handle)
-        answer, process, program = await self._evaluate(request, None, call, received_ns, mode)
+        answer, process, program = await self._evaluate(call, replace(call.shape, split=True), received_ns, mode)
         return ForwardRun(answer, mode.kept_bytes, process, program.workload)
 
     def unload_idle(self, engine: Engine) -> bool:
@@ -197,9 +177,9 @@ class ProgramService:
         self.cache.remove_session(name)
         self.compile_tasks.cancel(lambda key: isinstance(key, SessionKey) and key.session == name)
 
-    async def run_inline(self, request: link_pb2.RawEvaluateRequest, received_ns: int, mode: RunMode) -> bytes:
-        """Runs the program that a request holds; returns the bytes of an `EvaluateResponse`."""
-        return (await self._evaluate(request, None, call_shape(request), received_ns, mode))[0]
+    async def run_inline(self, call: EvaluateCall, received_ns: int, mode: RunMode) -> bytes:
+        """Runs the program that a call holds; returns the bytes of an `EvaluateResponse`."""
+        return (await self._evaluate(call, call.shape, received_ns, mode))[0]
 
     async def sample_rule(
         self, request: link_pb2.RawSampleRuleRequest, raw: bytes, received_ns: int, ends_at: float
@@ -209,7 +189,7 @@ class ProgramService:
         Raises MISSING_FEED for a needed value that is neither given nor computed by `op_type`.
         """
         evaluation = await self.preparer.sample(raw, RegistryLookup(self._rules), ends_at)
-        answer = await self.run_inline(evaluation, received_ns, RunOnce(ends_at))
+        answer = await self.run_inline(translate(evaluation), received_ns, RunOnce(ends_at))
         # Broadcasting may make large tensors.
         return await asyncio.to_thread(
             _sample_response, evaluate_pb2.EvaluateResponse.FromString(answer), _sampled_inputs(request)
@@ -217,53 +197,41 @@ class ProgramService:
 
     async def _evaluate(
         self,
-        request: link_pb2.RawEvaluateRequest,
-        raw: bytes | None,
-        call: CallShape,
+        call: EvaluateCall,
+        shape: CallShape,
         received_ns: int,
         mode: RunMode,
-        structure: CallStructure | None = None,
+        header: bytes = b"",
         lost: EngineLost | None = None,
     ) -> tuple[bytes, ProcessRef, Loadable]:
-        """Finds or compiles the program of a request and runs it; returns answer, engine process and program.
+        """Finds or compiles the program of a call and runs it; returns answer, engine process and program.
 
         Args:
-            request: The parsed request. Its program is removed.
-            raw: The request's bytes; None: unknown.
-            call: The shape of the call.
+            call: The call.
+            shape: Its shape.
             received_ns: When the request was received, CLOCK_MONOTONIC.
             mode: How the engine runs the program.
-            structure: The structure of the call; None: it cannot be known without parsing.
+            header: The bytes of the call's header; later calls with these bytes are known. Empty: none are.
             lost: The loss of the engine that ran the call before.
         """
-        target = request.WhichOneof("target")
-        if target is None:
+        if call.spec is None and not call.header.program:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
             )
         recovery = self.runner.recovery(mode)
-        recovery.turn_ends_at = turn_ends_at(mode.ends_at, request)
+        recovery.turn_ends_at = turn_ends_at(mode.ends_at, call.header)
         compile_started = time.monotonic_ns()
-        is_inline, key = target == "spec", None
-        if is_inline:
-            program, is_new = await self._find_inline(request.spec, call, recovery)
+        key = None
+        if call.spec is not None:
+            program, is_new = await self._find_inline(call.spec, shape, recovery)
         else:
-            key, program, is_new = await self.stored.find(request.program, call, recovery)
+            key, program, is_new = await self.stored.find(call.header.program, shape, recovery)
         result = await self.runner.run(
-            program,
-            request,
-            received_ns,
-            compile_started,
-            mode,
-            # An engine needs the values only, and must not get the graph of an inline program.
-            values=None if is_inline else raw,
-            recovery=recovery,
-            is_new=is_new,
-            lost=lost,
+            program, call, received_ns, compile_started, mode, recovery=recovery, is_new=is_new, lost=lost
         )
-        if structure is not None and key is not None:
-            self._known.add(structure, key, program, result.template, request)
-        answer = result.answer + program.compiled.tail if is_inline else result.answer
+        if header and key is not None and not call.blobs:
+            self._known.add(header, call.header, key, program, result.template)
+        answer = result.answer if call.spec is None else result.answer + program.compiled.tail
         return answer, result.process, program.loadable
 
     async def compile(self, spec: bytes, program_id: str, ends_at: float = 0.0) -> program_pb2.Program:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 
 from gradrule.common import wire_format
-from gradrule.v1 import errors_pb2, program_pb2, session_pb2, tensor_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.link.messages import canonical
 from gradrule_server.link.v1 import link_pb2
@@ -97,9 +97,12 @@ class SessionVariables:
         return bound
 
 
-def read_spec(call: link_pb2.RawEvaluateRequest, limits: Limits) -> program_pb2.ProgramSpec:
-    """Returns the spec of a call in a session, which has no graph. Raises MALFORMED_REQUEST."""
-    if call.WhichOneof("target") != "spec":
+def read_spec(spec: bytes | None, limits: Limits) -> program_pb2.ProgramSpec:
+    """Returns the spec of a call in a session, which has no graph. Raises MALFORMED_REQUEST.
+
+    `spec`: Bytes of the `ProgramSpec`; None: the call has none.
+    """
+    if spec is None:
         raise error(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
             "a call in a session has a spec with fetches and a derivative, and names no stored program",
@@ -107,10 +110,10 @@ def read_spec(call: link_pb2.RawEvaluateRequest, limits: Limits) -> program_pb2.
         )
     try:
         # Only compile workers parse graphs.
-        given = {number for number, _, _ in wire_format.fields(call.spec, 0, len(call.spec))} & _OF_SESSION.keys()
+        given = {number for number, _, _ in wire_format.fields(spec, 0, len(spec))} & _OF_SESSION.keys()
         if not given:
-            check_parsed_size(call.spec, program_pb2.ProgramSpec, limits, field="spec")
-            return program_pb2.ProgramSpec.FromString(call.spec)
+            check_parsed_size(spec, program_pb2.ProgramSpec, limits, field="spec")
+            return program_pb2.ProgramSpec.FromString(spec)
     except (DecodeError, wire_format.MalformedError) as cause:
         raise error(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the bytes are not a valid gradrule.v1.ProgramSpec", field="spec"
@@ -123,15 +126,12 @@ def read_spec(call: link_pb2.RawEvaluateRequest, limits: Limits) -> program_pb2.
     )
 
 
-def with_settings(
-    call: link_pb2.RawEvaluateRequest, settings: link_pb2.RawSessionRequest
-) -> link_pb2.RawEvaluateRequest:
-    """Returns the call with the settings of the message that holds it."""
+def apply_settings(header: evaluate_pb2.EvaluateHeader, settings: link_pb2.RawSessionRequest) -> None:
+    """Applies the settings of the message that holds a call."""
     if settings.HasField("answer_packing"):
-        call.answer_packing.CopyFrom(settings.answer_packing)
+        header.answer_packing.CopyFrom(settings.answer_packing)
     if settings.HasField("run_timeout"):
-        call.run_timeout.CopyFrom(settings.run_timeout)
-    return call
+        header.run_timeout.CopyFrom(settings.run_timeout)
 
 
 def blob_name(graph: bytes) -> str:

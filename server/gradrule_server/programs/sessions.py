@@ -12,23 +12,16 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tens
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import (
-    release_payload,
-    session_assign,
-    session_payload,
-    session_read,
-    session_restore,
-    session_run,
-)
+from gradrule_server.link.messages import release_payload, with_values
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import SMALL_BYTES
 from gradrule_server.programs.cache import SessionKey
+from gradrule_server.programs.call_requests import EvaluateCall, translate
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
-from gradrule_server.programs.known_calls import call_shape
-from gradrule_server.programs.runner import ForwardRun, ProcessRef, RunInSession, turn_ends_at
+from gradrule_server.programs.runner import ForwardRun, ProcessRef, Run, RunInSession, turn_ends_at
 from gradrule_server.programs.session_limits import SessionManager
-from gradrule_server.programs.session_requests import SessionVariables, blob_name, read_spec, with_settings
+from gradrule_server.programs.session_requests import SessionVariables, apply_settings, blob_name, read_spec
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
 
@@ -89,7 +82,8 @@ class Session:
             # A first value may be computed from first values of other variables, also from given ones.
             first = program_pb2.ProgramSpec(fetches=computed, variables=request.variables)
             graph = link_pb2.RawProgramSpec(graph=request.graph)
-            call = link_pb2.RawEvaluateRequest(spec=first.SerializeToString() + graph.SerializeToString())
+            spec_bytes = first.SerializeToString() + graph.SerializeToString()
+            call = EvaluateCall(evaluate_pb2.EvaluateHeader(), spec=spec_bytes)
             mode = RunInSession(self, ends_at, store=tuple(computed))
             async with self._reporting_loss():
                 await self._manager.program_service.run_inline(call, received_ns, mode)
@@ -138,9 +132,10 @@ class Session:
         is_added = request.loss not in request.fetches
         fetches = [*request.fetches, *([request.loss] if is_added else [])]
         spec = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
-        call = link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params)
+        call = translate(link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params))
         mode = RunInSession(self, ends_at, optimizer=request.optimizer, loss=request.loss)
-        answer, program, is_new = await self._run(spec, with_settings(call, settings), received_ns, mode)
+        apply_settings(call.header, settings)
+        answer, program, is_new = await self._run(spec, call, received_ns, mode)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
         return session_pb2.StepResponse(
             outputs=done.outputs[:-1] if is_added else done.outputs,
@@ -164,11 +159,13 @@ class Session:
             grad_ys=request.grad_ys,
             params=request.params,
         )
-        return evaluate_pb2.EvaluateResponse.FromString(await self.call(call, received_ns, ends_at, settings))
+        return evaluate_pb2.EvaluateResponse.FromString(
+            await self.call(translate(call), received_ns, ends_at, settings)
+        )
 
     async def call(
         self,
-        request: link_pb2.RawEvaluateRequest,
+        call: EvaluateCall,
         received_ns: int,
         ends_at: float,
         settings: link_pb2.RawSessionRequest,
@@ -177,7 +174,7 @@ class Session:
 
         Returns the bytes of an `EvaluateResponse`. `settings`: As in `step`.
         """
-        call = with_settings(request, settings)
+        apply_settings(call.header, settings)
         spec = await self._read_spec(call)
         answer, program, _ = await self._run(spec, call, received_ns, RunInSession(self, ends_at))
         return answer + program.compiled.tail
@@ -185,31 +182,30 @@ class Session:
     async def keep_forward(
         self,
         request: link_pb2.RawForwardRequest,
+        call: EvaluateCall,
         received_ns: int,
         ends_at: float,
         settings: link_pb2.RawSessionRequest,
     ) -> bytes:
-        """Runs forward and keeps a handle; returns the bytes of a `ForwardResponse`. `settings`: As in `step`."""
-        with_settings(request.evaluate, settings)
-        return await self._handles.forward(request, received_ns, ends_at)
+        """Runs forward and keeps a handle; returns the bytes of a `ForwardResponse`.
+
+        `call`: The evaluation of the request. `settings`: As in `step`.
+        """
+        apply_settings(call.header, settings)
+        return await self._handles.forward(request, call, received_ns, ends_at)
 
     async def pull_back(
         self,
         request: evaluate_pb2.PullBackRequest,
-        raw: bytes,
         received_ns: int,
         ends_at: float,
         packing: tensor_pb2.Packing | None,
     ) -> bytes:
-        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED. `packing`: As in `read`.
-
-        `raw`: Bytes of the request.
-        """
+        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED. `packing`: As in `read`."""
         if packing is not None:
-            # Concatenating messages merges them.
-            raw += evaluate_pb2.PullBackRequest(answer_packing=packing).SerializeToString()
+            request.answer_packing.CopyFrom(packing)
         async with self._reporting_loss():
-            return await self._handles.pull_back(raw, request.handle, received_ns, ends_at, closes=request.close_handle)
+            return await self._handles.pull_back(request, received_ns, ends_at)
 
     def close_handle(self, handle: str) -> None:
         """Closes a handle, if it exists."""
@@ -229,13 +225,13 @@ class Session:
         names = [
             self._variables.find(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)
         ]
-        action = session_read(
-            names or [item.names[0] for item in self._variables.items],
-            packing,
+        action = link_pb2.SessionRead(
+            variables=names or [item.names[0] for item in self._variables.items],
+            packing=packing,
             optimizer_state=request.optimizer_state,
         )
         async with self._reporting_loss():
-            reply = await self._send(action, ends_at)
+            reply = await self._send(link_pb2.SessionRequest(read=action), ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
         return session_pb2.ReadResponse(
             variables=[
@@ -305,31 +301,39 @@ class Session:
         """The engines that may keep forward runs: the one that holds the session."""
         return [] if self._process is None or self._process.is_gone else [self._process.engine]
 
-    async def run(self, run: Sequence[bytes], mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
+    async def run(self, run: Run, mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
         """Runs a program; see `SessionChannel`."""
-        kept = self._handle_manager.available_bytes
-        action = session_run(run, mode.store, mode.optimizer, mode.handle, kept, mode.loss)
-        return await self._send(action, mode.ends_at, recorder)
+        action = link_pb2.SessionRun(
+            run=run.request, store=mode.store, optimizer=mode.optimizer, handle=mode.handle, loss=mode.loss
+        )
+        action.max_kept_bytes, action.max_kept_bytes_setting = self._handle_manager.available_bytes
+        request = link_pb2.SessionRequest(run=action)
+        return await self._send(request, mode.ends_at, recorder, run.received_ns, run.values)
 
-    async def forward(
-        self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
-    ) -> ForwardRun:
+    async def forward(self, call: EvaluateCall, handle: str, received_ns: int, ends_at: float) -> ForwardRun:
         """Runs the forward part of a program; the engine keeps what the backward part needs; see `ForwardRunner`."""
         mode = RunInSession(self, ends_at, handle=handle)
-        answer, program, _ = await self._run(await self._read_spec(request), request, received_ns, mode)
+        answer, program, _ = await self._run(await self._read_spec(call), call, received_ns, mode)
         assert mode.reply is not None
         assert self._process is not None
         return ForwardRun(answer, mode.reply.kept_bytes, self._process, program.loadable.workload, True)
 
     async def _send(
-        self, action: Sequence[bytes], ends_at: float, recorder: OutcomeRecorder | None = None
+        self,
+        request: link_pb2.SessionRequest,
+        ends_at: float,
+        recorder: OutcomeRecorder | None = None,
+        received_ns: int = 0,
+        values: Sequence[bytes] = (),
     ) -> link_pb2.SessionReply:
         """Sends a message to the engine that holds the session, and returns the reply.
 
         Args:
-            action: The part of a `SessionRequest` with the action.
+            request: The message with its action; the other fields are set here.
             ends_at: Loop time of the deadline.
             recorder: Records what the action does to the engine.
+            received_ns: As in `with_values`.
+            values: As in `with_values`.
 
         Raises:
             EngineLost: The engine ended meanwhile.
@@ -337,14 +341,12 @@ class Session:
         """
         await self._check_process()
         left_s = ends_at - asyncio.get_running_loop().time()
-        payload = session_payload(
-            self._name,
-            action,
-            max_bytes=self._manager.available_bytes(self._name),
-            max_bytes_setting=self._manager.limiting_setting,
-            blob_folder=self._manager.blobs.folder_name,
-            deadline_ns=time.monotonic_ns() + int(left_s * 1e9),
-        )
+        request.session = self._name
+        request.max_bytes = self._manager.available_bytes(self._name)
+        request.max_bytes_setting = self._manager.limiting_setting
+        request.blob_folder = self._manager.blobs.folder_name
+        request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
+        payload = with_values(request, received_ns, values)
         reply = link_pb2.SessionReply.FromString(await self.engine.call(Kind.SESSION, payload, ends_at, recorder))
         self._steps = max(self._steps, reply.step)
         self._manager.set_bytes(self._name, reply.bytes)
@@ -384,8 +386,9 @@ class Session:
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
+        action = link_pb2.SessionAssign(variables=given, opens=opens)
         async with self._manager.blobs.acquired(held), self._reporting_loss():
-            return await self._send(session_assign(given, opens=opens), ends_at)
+            return await self._send(link_pb2.SessionRequest(assign=action), ends_at)
 
     async def _restore(self, state: session_pb2.OptimizerState, ends_at: float) -> link_pb2.SessionReply:
         """Creates the optimizer with the slots of an earlier session."""
@@ -395,28 +398,29 @@ class Session:
         ]
         slots = await self._variables.check_slots(state, field)
         held = [item.value.blob.sha256 for item in slots if item.value.HasField("blob")]
+        action = link_pb2.SessionRestore(optimizer=state.optimizer, step=state.step, variables=names, slots=slots)
         async with self._manager.blobs.acquired(held), self._reporting_loss():
-            return await self._send(session_restore(state, names, slots), ends_at)
+            return await self._send(link_pb2.SessionRequest(restore=action), ends_at)
 
-    async def _read_spec(self, call: link_pb2.RawEvaluateRequest) -> program_pb2.ProgramSpec:
-        if len(call.spec) <= SMALL_BYTES:
-            return read_spec(call, self._manager.limits)
-        return await asyncio.to_thread(read_spec, call, self._manager.limits)
+    async def _read_spec(self, call: EvaluateCall) -> program_pb2.ProgramSpec:
+        if len(call.spec or b"") <= SMALL_BYTES:
+            return read_spec(call.spec, self._manager.limits)
+        return await asyncio.to_thread(read_spec, call.spec, self._manager.limits)
 
     async def _run(
         self,
         own_spec: program_pb2.ProgramSpec,
-        call: link_pb2.RawEvaluateRequest,
+        call: EvaluateCall,
         received_ns: int,
         mode: RunInSession,
     ) -> tuple[bytes, RunnableProgram, bool]:
-        """Returns the answer's bytes, the program, and whether it was compiled now. The call's spec is removed.
+        """Returns the answer's bytes, the program, and whether it was compiled now.
 
         `own_spec`: The spec of the call, which has no graph.
         """
         await self._check_process()
         compile_started = time.monotonic_ns()
-        shape = replace(call_shape(call), split=bool(mode.handle))
+        shape = replace(call.shape, split=bool(mode.handle))
         key = SessionKey(self._name, own_spec.SerializeToString(deterministic=True), shape)
         program = self._manager.program_service.cache.get(key)
         is_new = program is None

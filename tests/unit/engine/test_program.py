@@ -15,12 +15,13 @@ from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.build import build
-from gradrule_server.engine.large_tensors import AttachedMemories
 from gradrule_server.engine.program import BuiltProgram, FunctionCall, SessionCall, create_graph_call
 from gradrule_server.engine.run import run
 from gradrule_server.engine.tensor_sources import BlobReader
+from gradrule_server.link.messages import ReceivedRequest
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import ops_with
+from tests.call_payloads import call_values
 from tests.service.graph_defs import build_graph
 from tests.unit.engine.building import prepared
 
@@ -42,8 +43,8 @@ def answer(graph: gr.Graph, feeds: dict[str, Any], **derivative: Any) -> evaluat
     call = evaluate_pb2.EvaluateRequest()
     for name, value in feeds.items():
         call.feeds.add(name=name).value.inline_tensor.CopyFrom(value)
-    request = link_pb2.RunRequest(request=call.SerializeToString())
-    parts = run(built, request, {}, ArgumentReader(BlobReader(None)), AttachedMemories(None))
+    received = ReceivedRequest(b"", 0, call_values(call))
+    parts = run(built, link_pb2.RunRequest(), received, ArgumentReader(BlobReader(None)))
     return evaluate_pb2.EvaluateResponse.FromString(b"".join(parts))
 
 
@@ -161,17 +162,14 @@ def built_without(*disabled: str) -> BuiltProgram:
     return build(request, disabled_fast_paths=frozenset(disabled))
 
 
-def fast_paths_of(built: BuiltProgram) -> tuple[Any, bool, bool]:
-    call = evaluate_pb2.EvaluateRequest()
-    call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones(3, np.float32)))
-    return type(built.call), built.feed_plan.arrays(call, [], {}) is not None, built.small
+def fast_paths_of(built: BuiltProgram) -> tuple[Any, bool]:
+    return type(built.call), built.small
 
 
 def test_each_fast_path_has_a_switch() -> None:
-    assert fast_paths_of(built_without()) == (SessionCall, True, True)
-    assert fast_paths_of(built_without("sessions")) == (FunctionCall, True, True)
-    assert fast_paths_of(built_without("feed-plans")) == (SessionCall, False, True)
-    assert fast_paths_of(built_without("calling-thread")) == (SessionCall, True, False)
+    assert fast_paths_of(built_without()) == (SessionCall, True)
+    assert fast_paths_of(built_without("sessions")) == (FunctionCall, True)
+    assert fast_paths_of(built_without("calling-thread")) == (SessionCall, False)
 
 
 def test_results_without_fast_paths_are_the_same() -> None:

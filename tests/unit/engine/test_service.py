@@ -28,6 +28,7 @@ from gradrule_server.link.messages import read_fault
 from gradrule_server.link.operating_system import allocated_bytes
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import ProgramNotLoaded
+from tests.call_payloads import call_payload
 from tests.unit.engine.building import prepared
 
 _PACKAGE = Path(gradrule_server.engine.__file__).parent
@@ -104,7 +105,7 @@ def test_repeated_small_call_runs_through_few_modules(ends: tuple[FrameSocket, F
     service.handle(Frame(Kind.COMPILE, 1, request.SerializeToString()))
     call = evaluate_pb2.EvaluateRequest()
     call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones(3, np.float32)))
-    run = Frame(Kind.RUN, 2, link_pb2.RunRequest(key="k", request=call.SerializeToString()).SerializeToString())
+    run = Frame(Kind.RUN, 2, call_payload(link_pb2.RunRequest(key="k"), call))
     service.handle(run)
     files: set[str] = set()
 
@@ -178,7 +179,7 @@ def test_memory_of_a_program_is_measured_and_freed(
     assert built.used_bytes - first > 0.8 * built.program_bytes
     call = evaluate_pb2.EvaluateRequest()
     call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones(3, np.float32)))
-    run = Frame(Kind.RUN, 2, link_pb2.RunRequest(key="k", request=call.SerializeToString()).SerializeToString())
+    run = Frame(Kind.RUN, 2, call_payload(link_pb2.RunRequest(key="k"), call))
     service.handle(run)
     ran = _memory(front)
     assert ran.program_bytes > built.program_bytes

@@ -21,8 +21,9 @@ from gradrule_server.engine.run import ForwardRuns
 from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.link.messages import CallShape
+from gradrule_server.link.messages import CallShape, ReceivedRequest
 from gradrule_server.link.v1 import link_pb2
+from tests.call_payloads import call_values
 from tests.unit.engine.building import prepared
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -49,18 +50,18 @@ class Engine:
         value.value.inline_tensor.CopyFrom(tensor_codec.to_message(W))
         self.send(link_pb2.SessionRequest(assign=link_pb2.SessionAssign(variables=[value], opens=True)))
 
-    def send(self, request: link_pb2.SessionRequest) -> link_pb2.SessionReply:
+    def send(self, request: link_pb2.SessionRequest, values: bytes = b"") -> link_pb2.SessionReply:
         request.session, request.max_bytes = "s", 1 << 20
         request.deadline_ns = time.monotonic_ns() + 60 * 10**9
-        return self.sessions.handle(request, {})
+        return self.sessions.handle(request, ReceivedRequest(b"", 0, values))
 
     def step(self, x: np.ndarray = X) -> float:
         """Runs one step; returns its loss."""
         call = evaluate_pb2.EvaluateRequest()
         call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(x))
-        run = link_pb2.SessionRun(run=link_pb2.RunRequest(request=call.SerializeToString()), loss="y")
+        run = link_pb2.SessionRun(run=link_pb2.RunRequest(), loss="y")
         run.optimizer.CopyFrom(gr.optimizers.SGD(0.01).message())
-        reply = self.send(link_pb2.SessionRequest(run=run))
+        reply = self.send(link_pb2.SessionRequest(run=run), call_values(call))
         (output,) = evaluate_pb2.EvaluateResponse.FromString(reply.response).outputs
         return float(tensor_codec.to_numpy(output.value.inline_tensor))
 
@@ -92,12 +93,12 @@ def test_a_step_is_one_run_of_a_session_and_one_function(calls: list[type]) -> N
         assert calls == [SessionCall, FunctionCall]
         assert loss == pytest.approx(np.mean((X @ w) ** 2), rel=1e-5)
         w -= 0.01 * X.T @ (2 * (X @ w) / 4)
-    # The plan of feeds reads the call, with the session's variables as tensors.
+    # The session's variables are arguments as they are.
     state = {"w": tf.constant(W)}
     call = evaluate_pb2.EvaluateRequest()
     call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(X))
-    found = built.feed_plan.arrays(call, [], {}, state)
-    assert found is not None and any(value is state["w"] for value in found)
+    found = ArgumentReader(BlobReader(None)).arguments(built, link_pb2.RunRequest(), call_values(call), state)
+    assert any(value is state["w"] for value in found)
 
 
 def test_results_of_a_session_become_tensors_without_a_copy() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,12 @@ from google.protobuf.message import Message
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, NoMemoryLeft
 from gradrule_server.link.framing import Kind, pack_header
-from gradrule_server.link.messages import CallShape
+from gradrule_server.link.messages import CallShape, split_values
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.cache import InlineKey, SessionKey, StoredKey
+from gradrule_server.programs.call_requests import EvaluateCall, translate
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
@@ -41,8 +42,16 @@ _SPLIT = CallShape(feeds=frozenset({"x"}), split=True)
 
 
 def feeds() -> list[tensor_pb2.NamedTensor]:
-    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DT_STRING, tensor_content=_MARK)
+    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DT_UINT8, tensor_content=_MARK)
     return [tensor_pb2.NamedTensor(name="x", value=tensor_pb2.TensorSource(inline_tensor=tensor))]
+
+
+def inline_call(feeds: Sequence[tensor_pb2.NamedTensor] = ()) -> EvaluateCall:
+    """Returns a call of the program in the cache, without the elements of x unless they are given."""
+    call = translate(link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString(), feeds=feeds))
+    if not feeds:
+        call.header.feeds.add(name="x")
+    return call
 
 
 class Fixture:
@@ -80,11 +89,11 @@ class Fixture:
         """Runs a request that arrives as bytes; the engine answers what it is sent."""
         raw = request.SerializeToString()
 
-        async def read() -> link_pb2.RawEvaluateRequest:
-            return link_pb2.RawEvaluateRequest.FromString(raw)
+        async def parse(request_type: type[Any], raw: bytes) -> Any:
+            return request_type.FromString(raw)
 
         used: Any = None
-        await self.answered(self.service.evaluate(raw, read, 0, _LATE, used), Kind.RUN)
+        await self.answered(self.service.evaluate(raw, parse, 0, _LATE, used), Kind.RUN)
 
     async def answered(self, call: Awaitable[Any], kind: Kind, reply: Message | None = None) -> Any:
         """Returns the result of a call for which the engine receives one more frame of a kind."""
@@ -112,45 +121,51 @@ class Fixture:
 
 async def _inline(fixture: Fixture) -> list[bytes]:
     await fixture.evaluate(evaluate_pb2.EvaluateRequest(spec=_SPEC, feeds=feeds()))
-    [sent] = fixture.engine.sent(Kind.RUN)
-    return [link_pb2.RunRequest.FromString(sent).request]
+    return fixture.engine.sent(Kind.RUN)
 
 
 async def _named(fixture: Fixture) -> list[bytes]:
-    """The second call is known, so it is not parsed."""
+    """The second call is known, so nothing is decided again."""
     for _ in range(2):
         await fixture.evaluate(evaluate_pb2.EvaluateRequest(program="programs/p", feeds=feeds()))
-    return [link_pb2.RunRequest.FromString(sent).request for sent in fixture.engine.sent(Kind.RUN)]
+    return fixture.engine.sent(Kind.RUN)
+
+
+async def _with_header(fixture: Fixture) -> list[bytes]:
+    """The tensors are parsed by nobody."""
+    header = evaluate_pb2.EvaluateHeader(program="programs/p")
+    header.feeds.add(name="x", dtype=tensor_pb2.DT_UINT8, shape=[len(_MARK)])
+    for _ in range(2):
+        request = evaluate_pb2.EvaluateRequest(header=header.SerializeToString(), contents=[_MARK])
+        await fixture.evaluate(request)
+    return fixture.engine.sent(Kind.RUN)
 
 
 async def _forward(fixture: Fixture) -> list[bytes]:
-    request = link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString(), feeds=feeds())
-    await fixture.answered(fixture.service.forward(request, "h", 0, _LATE), Kind.FORWARD, link_pb2.ForwardReply())
-    sent = link_pb2.ForwardRequest.FromString(fixture.engine.sent(Kind.FORWARD)[0])
-    assert sent.handle == "h"
-    return [sent.run.request]
+    call = inline_call(feeds=feeds())
+    await fixture.answered(fixture.service.forward(call, "h", 0, _LATE), Kind.FORWARD, link_pb2.ForwardReply())
+    sent = fixture.engine.sent(Kind.FORWARD)
+    assert link_pb2.ForwardRequest.FromString(split_values(sent[0]).message).handle == "h"
+    return sent
 
 
 async def _pull_back(fixture: Fixture) -> list[bytes]:
     handles = StreamHandles(fixture.handle_manager(), fixture.service)
-    forward = link_pb2.RawForwardRequest(evaluate=link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString()))
-    forward.evaluate.feeds.add(name="x")
-    answer = await fixture.answered(handles.forward(forward, 0, _LATE), Kind.FORWARD, link_pb2.ForwardReply())
+    running = handles.forward(link_pb2.RawForwardRequest(), inline_call(), 0, _LATE)
+    answer = await fixture.answered(running, Kind.FORWARD, link_pb2.ForwardReply())
     name = link_pb2.RawForwardResponse.FromString(answer).handle
-    raw = evaluate_pb2.PullBackRequest(handle=name, grad_ys=feeds()).SerializeToString()
-    await fixture.answered(handles.pull_back(raw, name, 0, _LATE), Kind.PULL_BACK)
+    request = evaluate_pb2.PullBackRequest(handle=name, grad_ys=feeds())
+    await fixture.answered(handles.pull_back(request, 0, _LATE), Kind.PULL_BACK)
     handles.close_all()
-    return [link_pb2.PullBackRequest.FromString(fixture.engine.sent(Kind.PULL_BACK)[0]).request]
+    return fixture.engine.sent(Kind.PULL_BACK)
 
 
 async def test_pulling_back_without_memory_unloads_idle_programs_and_runs_once_more(tmp_path: Path) -> None:
     fixture = Fixture(tmp_path)
     handles = StreamHandles(fixture.handle_manager(), fixture.service)
-    forward = link_pb2.RawForwardRequest(evaluate=link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString()))
-    forward.evaluate.feeds.add(name="x")
-    answer = await fixture.answered(handles.forward(forward, 0, _LATE), Kind.FORWARD, link_pb2.ForwardReply())
-    name = link_pb2.RawForwardResponse.FromString(answer).handle
-    raw = evaluate_pb2.PullBackRequest(handle=name).SerializeToString()
+    running = handles.forward(link_pb2.RawForwardRequest(), inline_call(), 0, _LATE)
+    answer = await fixture.answered(running, Kind.FORWARD, link_pb2.ForwardReply())
+    request = evaluate_pb2.PullBackRequest(handle=link_pb2.RawForwardResponse.FromString(answer).handle)
     full = link_pb2.Fault(reason=errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message="no memory is left", no_memory=True)
 
     async def answer_last(count: int, kind: Kind, payload: bytes) -> None:
@@ -159,13 +174,13 @@ async def test_pulling_back_without_memory_unloads_idle_programs_and_runs_once_m
         header = pack_header(kind, sent[-1], len(payload))
         fixture.engine.fake.connection.data_received(header + payload)
 
-    call = asyncio.create_task(handles.pull_back(raw, name, 0, _LATE))
+    call = asyncio.create_task(handles.pull_back(request, 0, _LATE))
     await answer_last(1, Kind.FAULT, full.SerializeToString())
     await answer_last(2, Kind.RAN, b"")
     await call
     assert len(fixture.engine.sent(Kind.UNLOAD)) == 1
     # There is nothing left to unload.
-    call = asyncio.create_task(handles.pull_back(raw, name, 0, _LATE))
+    call = asyncio.create_task(handles.pull_back(request, 0, _LATE))
     await answer_last(3, Kind.FAULT, full.SerializeToString())
     with pytest.raises(NoMemoryLeft):
         await call
@@ -178,9 +193,9 @@ async def _in_session(fixture: Fixture) -> list[bytes]:
     await fixture.answered(
         session.evaluate(request, 0, _LATE, link_pb2.RawSessionRequest()), Kind.SESSION, link_pb2.SessionReply()
     )
-    sent = link_pb2.SessionRequest.FromString(fixture.engine.sent(Kind.SESSION)[0])
-    assert sent.session == "s"
-    return [sent.run.run.request]
+    sent = fixture.engine.sent(Kind.SESSION)
+    assert link_pb2.SessionRequest.FromString(split_values(sent[0]).message).session == "s"
+    return sent
 
 
 @pytest.fixture
@@ -206,13 +221,14 @@ def serialized(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     ("run", "requests", "most"),
     [
         # Requests that the test itself serializes count: they are what a client sends.
-        (_inline, 1, 1),
+        (_inline, 1, 0),
         (_named, 2, 0),
-        (_forward, 0, 1),
-        (_pull_back, 1, 0),
-        (_in_session, 0, 1),
+        (_with_header, 2, 0),
+        (_forward, 0, 0),
+        (_pull_back, 0, 0),
+        (_in_session, 0, 0),
     ],
-    ids=["inline", "named", "forward", "pull back", "session"],
+    ids=["inline", "named", "header", "forward", "pull back", "session"],
 )
 async def test_tensors_of_a_call_are_serialized_at_most_once(
     run: Callable[[Fixture], Awaitable[list[bytes]]],
@@ -234,14 +250,12 @@ async def test_time_before_the_program_is_loaded_does_not_count_as_time_of_the_r
     fixture = Fixture(tmp_path)
     program = fixture.service.cache.get(InlineKey(hashlib.sha256(_SPEC.SerializeToString()).digest(), 0, _SHAPE))
     assert program is not None
-    request = link_pb2.RawEvaluateRequest(feeds=feeds())
-    request.run_timeout.FromSeconds(30)
+    call = inline_call(feeds=feeds())
+    call.header.run_timeout.FromSeconds(30)
     now = time.monotonic_ns()
     for _ in range(2):
         mode = RunOnce(asyncio.get_running_loop().time() + 300)
-        await fixture.answered(
-            fixture.service.runner.run(program, request, now - 100 * 10**9, now, mode, values=b""), Kind.RUN
-        )
+        await fixture.answered(fixture.service.runner.run(program, call, now - 100 * 10**9, now, mode), Kind.RUN)
 
 
 async def test_only_the_deadline_limits_the_first_run_after_a_load(tmp_path: Path) -> None:
@@ -252,7 +266,7 @@ async def test_only_the_deadline_limits_the_first_run_after_a_load(tmp_path: Pat
     loop = asyncio.get_running_loop()
 
     def evaluate(deadline_s: float) -> asyncio.Task[bytes]:
-        request = link_pb2.RawEvaluateRequest.FromString(raw.SerializeToString())
+        request = translate(link_pb2.RawEvaluateRequest.FromString(raw.SerializeToString()))
         mode = RunOnce(loop.time() + deadline_s)
         return asyncio.create_task(fixture.service.run_inline(request, time.monotonic_ns(), mode))
 
@@ -276,8 +290,8 @@ async def test_only_the_deadline_limits_the_first_run_after_a_load(tmp_path: Pat
 
 async def test_first_run_after_a_load_ends_at_the_deadline(tmp_path: Path) -> None:
     fixture = Fixture(tmp_path)
-    request = link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString(), feeds=feeds())
-    request.run_timeout.FromMilliseconds(50)
+    request = inline_call(feeds())
+    request.header.run_timeout.FromMilliseconds(50)
     ends_at = asyncio.get_running_loop().time() + 0.3
     mode = RunOnce(ends_at)
     running = asyncio.create_task(fixture.service.run_inline(request, time.monotonic_ns(), mode))
@@ -302,9 +316,9 @@ async def test_first_run_has_more_time_than_its_deadline_if_the_load_took_long(
     request = evaluate_pb2.EvaluateRequest(spec=_SPEC, feeds=feeds())
 
     async def give_up(number: int) -> None:
-        raw, ends_at = link_pb2.RawEvaluateRequest.FromString(request.SerializeToString()), 0.2
+        ends_at = 0.2
         mode = RunOnce(asyncio.get_running_loop().time() + ends_at)
-        running = asyncio.create_task(fixture.service.run_inline(raw, time.monotonic_ns(), mode))
+        running = asyncio.create_task(fixture.service.run_inline(inline_call(feeds()), time.monotonic_ns(), mode))
         if number == 1:
             sent = await fixture.engine.next(Kind.COMPILE)
             await asyncio.sleep(0.01)
@@ -327,14 +341,12 @@ async def test_first_run_has_more_time_than_its_deadline_if_the_load_took_long(
 async def test_forward_run_that_took_too_long_is_released(tmp_path: Path) -> None:
     fixture = Fixture(tmp_path)
     handles = StreamHandles(fixture.handle_manager(), fixture.service)
-    forward = link_pb2.RawForwardRequest(evaluate=link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString()))
-    forward.evaluate.feeds.add(name="x")
-    forward.evaluate.run_timeout.FromMilliseconds(100)
-    again = link_pb2.RawForwardRequest.FromString(forward.SerializeToString())
+    call, forward = inline_call(), link_pb2.RawForwardRequest()
+    call.header.run_timeout.FromMilliseconds(100)
     # The limit does not apply to the first run of a loaded program.
-    running = handles.forward(forward, time.monotonic_ns(), _LATE)
+    running = handles.forward(forward, call, time.monotonic_ns(), _LATE)
     await fixture.answered(running, Kind.FORWARD, link_pb2.ForwardReply())
-    running = handles.forward(again, time.monotonic_ns(), _LATE)
+    running = handles.forward(forward, call, time.monotonic_ns(), _LATE)
     with pytest.raises(GradruleError) as failure:
         await running
     assert failure.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED

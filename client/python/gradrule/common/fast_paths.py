@@ -13,9 +13,8 @@ FAST_PATHS = {
     "streams": "client: repeated calls share one stream",
     "request-heads": "client: the bytes before a tensor's content are written once for each type and shape",
     "answer-layouts": "client: answers are read by the layout of the previous answer",
-    "known-calls": "front end: a call with the structure of an earlier call is not parsed",
+    "known-calls": "front end: a call with the header of an earlier call is not parsed",
     "batching": "front end: calls of one program run together",
-    "feed-plans": "engine: feeds are read by a plan that is made once for each program",
     "sessions": "engine: programs run in TensorFlow sessions",
     "calling-thread": "engine: small programs run on the thread that calls them",
 }

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeAlias
 
-from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.merging import (
     BatchedCall,
@@ -21,13 +20,12 @@ from gradrule_server.engine.batching.merging import (
     run_together,
     split_calls,
 )
-from gradrule_server.engine.large_tensors import AttachedMemories, cut_large_tensors
 from gradrule_server.engine.program import Arrays, BuiltProgram
-from gradrule_server.engine.run import read_packing, respond
+from gradrule_server.engine.run import respond
 from gradrule_server.errors import GradruleError
-from gradrule_server.link.arena import MIN_PLACED_BYTES
 from gradrule_server.link.batching import unpack_batch
 from gradrule_server.link.framing import FrameSocket, Kind
+from gradrule_server.link.messages import split_values
 from gradrule_server.link.v1 import link_pb2
 
 _log = logging.getLogger(__name__)
@@ -38,7 +36,7 @@ _Answering: TypeAlias = Callable[[int], AbstractContextManager[None]]
 class BatchRunner:
     """Runs RUN_BATCH frames. Thread-safe.
 
-    memories: shared memory of clients. find_program: finds a program by its key. answering: a context that answers a
+    find_program: finds a program by its key. answering: a context that answers a
     request with the error that is raised within it.
     """
 
@@ -46,13 +44,11 @@ class BatchRunner:
         self,
         frames: FrameSocket,
         reader: ArgumentReader,
-        memories: AttachedMemories,
         find_program: Callable[[str], BuiltProgram],
         answering: _Answering,
     ) -> None:
         self._frames = frames
         self._reader = reader
-        self._memories = memories
         self._find_program = find_program
         self._answering = answering
 
@@ -71,20 +67,19 @@ class BatchRunner:
         built: BuiltProgram | None = None
         for request_id, part in requests:
             with self._answering(request_id):
-                cut = cut_large_tensors(Kind.RUN, part if len(part) >= MIN_PLACED_BYTES else bytes(part))
-                request = link_pb2.RunRequest.FromString(cut.payload)
+                received = split_values(part)
+                request = link_pb2.RunRequest.FromString(received.message)
                 notice.key = request.key
                 built = self._find_program(request.key)
-                values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
-                contents, answer_area = cut.contents, None
-                if values.HasField("shared_memory"):
-                    contents, answer_area = self._memories.open(values, contents)
-                reader = self._reader.for_folder(request.blob_folder)
-                arguments = reader.arrays(built, values, request.params, contents)
-                packing = read_packing(values.answer_packing) if values.HasField("answer_packing") else None
+                opened = self._reader.open(built, received.values)
                 call = BatchedCall(
-                    request_id, request.received_ns, started_ns, arguments, packing=packing, answer_area=answer_area
+                    request_id,
+                    received.received_ns,
+                    started_ns,
+                    self._reader.arrays(built, request, opened),
+                    packing=opened.layout.packing,
+                    answer_area=opened.answer_area,
                 )
                 calls.append(_with_group(built, call))
         if built is not None:

@@ -15,9 +15,9 @@ import numpy as np
 
 from gradrule.common.tensor_packing import Packing
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine.client_memory import AnswerArea
 from gradrule_server.engine.comparison import is_close, is_inexact, magnitude
 from gradrule_server.engine.derivatives import WIDTHS
-from gradrule_server.engine.large_tensors import AnswerArea
 from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 from gradrule_server.errors import GradruleError, error

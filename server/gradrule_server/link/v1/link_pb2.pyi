@@ -10,7 +10,7 @@ bytes of a message of the API. The kinds of frames, with their answers:
 - GREETING (Greeting): sent once by the engine when it starts.
 - COMPILE (CompileRequest) → COMPILED (CompileReply)
 - RUN (RunRequest) → RAN (the bytes of a `gradrule.v1.EvaluateResponse`)
-- RUN_BATCH (RunRequests of one program with their request ids, see link/batching.py) → the answer to a RUN for each
+- RUN_BATCH (payloads of RUN frames of one program with their request ids, see link/batching.py) → the answer to a RUN for each
   of them, and one BATCH_NOTICE (BatchNotice)
 - MEMORY_NOTICE (MemoryNotice): sent by the engine when it has loaded a program, run it for the first time, or freed
   memory; no answer.
@@ -27,6 +27,8 @@ bytes of a message of the API. The kinds of frames, with their answers:
 - DETACH (the name of a client's shared memory): the engine stops using that memory; no answer.
 - ACK: no payload. The front end has read the answer that a PLACED frame announced.
 - TRIM: no payload. The engine releases the unused memory of its arena.
+RUN, FORWARD, PULL_BACK and SESSION hold more than their message: the time when the front end read the request, and the
+bytes of a `gradrule.v1.EvaluateRequest` with a header, which has the tensors (see link/messages.py).
 Messages named Raw… are not sent over the socket. The front end uses them to read and write messages of the API
 without parsing their parts.
 """
@@ -687,16 +689,10 @@ class RunRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KEY_FIELD_NUMBER: builtins.int
-    RECEIVED_NS_FIELD_NUMBER: builtins.int
-    REQUEST_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key of the program."""
-    received_ns: builtins.int
-    """Time when the front end read the request, CLOCK_MONOTONIC, nanoseconds."""
-    request: builtins.bytes
-    """Bytes of the `gradrule.v1.EvaluateRequest`. The engine reads only feeds, grad_ys, tangents and vectors."""
     blob_folder: builtins.str
     """Folder of the caller's blobs, relative to the blob folder of the engine process; empty: that folder itself."""
     @property
@@ -707,12 +703,10 @@ class RunRequest(google.protobuf.message.Message):
         self,
         *,
         key: builtins.str = ...,
-        received_ns: builtins.int = ...,
-        request: builtins.bytes = ...,
         params: collections.abc.Iterable[global___ParamSetting] | None = ...,
         blob_folder: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "key", b"key", "params", b"params", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "key", b"key", "params", b"params"]) -> None: ...
 
 global___RunRequest = RunRequest
 
@@ -937,26 +931,18 @@ class PullBackRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: builtins.int
-    RECEIVED_NS_FIELD_NUMBER: builtins.int
-    REQUEST_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
     handle: builtins.str
     """Name of the kept tensors; HANDLE_EXPIRED if the engine does not have them."""
-    received_ns: builtins.int
-    """Time when the front end read the request, CLOCK_MONOTONIC, nanoseconds."""
-    request: builtins.bytes
-    """Bytes of a `gradrule.v1.PullBackRequest`."""
     blob_folder: builtins.str
     """Folder of the caller's blobs, relative to the blob folder of the engine process; empty: that folder itself."""
     def __init__(
         self,
         *,
         handle: builtins.str = ...,
-        received_ns: builtins.int = ...,
-        request: builtins.bytes = ...,
         blob_folder: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "handle", b"handle", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "handle", b"handle"]) -> None: ...
 
 global___PullBackRequest = PullBackRequest
 
@@ -2022,6 +2008,7 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     RUN_TIMEOUT_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
     program: builtins.str
     """As in `gradrule.v1.EvaluateRequest`."""
     spec: builtins.bytes
@@ -2029,6 +2016,8 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType
     """As in `gradrule.v1.EvaluateRequest`."""
     stacked_grad_ys: builtins.bool
+    """As in `gradrule.v1.EvaluateRequest`."""
+    header: builtins.bytes
     """As in `gradrule.v1.EvaluateRequest`."""
     @property
     def feeds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
@@ -2082,25 +2071,27 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         shared_memory: gradrule.v1.evaluate_pb2.SharedMemoryUse | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
         run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        header: builtins.bytes | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_header", b"_header", "answer_packing", b"answer_packing", "batching", b"batching", "header", b"header", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_header", b"_header", "answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "header", b"header", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_header", b"_header"]) -> typing.Literal["header"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___RawEvaluateRequest = RawEvaluateRequest
 
 @typing.final
 class RawForwardRequest(google.protobuf.message.Message):
-    """A `gradrule.v1.ForwardRequest` whose spec is bytes. The wire format is the same."""
+    """A `gradrule.v1.ForwardRequest` whose evaluation is bytes. The wire format is the same."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EVALUATE_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
-    @property
-    def evaluate(self) -> global___RawEvaluateRequest:
-        """As in `gradrule.v1.ForwardRequest`."""
-
+    evaluate: builtins.bytes
+    """An EvaluateRequest."""
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
         """As in `gradrule.v1.ForwardRequest`."""
@@ -2108,10 +2099,10 @@ class RawForwardRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        evaluate: global___RawEvaluateRequest | None = ...,
+        evaluate: builtins.bytes = ...,
         ttl: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["evaluate", b"evaluate", "ttl", b"ttl"]) -> builtins.bool: ...
+    def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["evaluate", b"evaluate", "ttl", b"ttl"]) -> None: ...
 
 global___RawForwardRequest = RawForwardRequest

@@ -17,13 +17,13 @@ from gradrule_server.engine.batching import batch_runner, merging
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.batching.merging import COMPARED_RUNS
 from gradrule_server.engine.build import build
-from gradrule_server.engine.large_tensors import AttachedMemories
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.batching import pack_batch
 from gradrule_server.link.framing import FrameSocket, Kind
 from gradrule_server.link.v1 import link_pb2
+from tests.call_payloads import call_payload
 from tests.unit.engine.building import prepared
 
 UNDECIDED = link_pb2.BatchNotice.OUTCOME_UNSPECIFIED
@@ -57,7 +57,6 @@ class Engine:
         self.runner = BatchRunner(
             cast(FrameSocket, self),
             ArgumentReader(cast(BlobReader, None)),
-            AttachedMemories(None),
             lambda key: built,
             self.answering,
         )
@@ -84,8 +83,7 @@ class Engine:
         for number, feed in enumerate(feeds):
             call = evaluate_pb2.EvaluateRequest()
             call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.array(feed, np.int32)))
-            request = link_pb2.RunRequest(key="k", request=call.SerializeToString())
-            requests.append((number, (request.SerializeToString(),)))
+            requests.append((number, (call_payload(link_pb2.RunRequest(key="k"), call),)))
         self.runner.run(99, b"".join(pack_batch(most, requests)))
         return self.notices[-1]
 
