@@ -37,10 +37,9 @@ class CallParts(NamedTuple):
 
 
 def find_parts(data: Buffer) -> CallParts | None:
-    """Returns the parts of an `EvaluateRequest`; None if it has no header, or other fields before it.
+    """Returns the parts of an `EvaluateRequest`; None if it is in the plain form.
 
-    Raises MALFORMED_REQUEST if the bytes are damaged or have other fields after the header, LIMIT_EXCEEDED if they have
-    too many fields.
+    Raises MALFORMED_REQUEST if the bytes are damaged or mix both forms, LIMIT_EXCEEDED if they have too many fields.
     """
     header: bytes | None = None
     memory: bytes | None = None
@@ -56,7 +55,7 @@ def find_parts(data: Buffer) -> CallParts | None:
             elif number == _MEMORY:
                 memory = bytes(data[start:end])
             elif number < _HEADER:
-                if header is None:
+                if header is None and not contents:
                     return None
                 raise mixed_forms_error()
             if count > MAX_FIELDS:
@@ -69,6 +68,8 @@ def find_parts(data: Buffer) -> CallParts | None:
     except (MalformedError, DecodeError) as cause:
         message = f"the bytes are no {_Request.DESCRIPTOR.full_name}"
         raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message) from cause
+    if header is None and contents:
+        raise mixed_forms_error()
     return None if header is None else CallParts(data, header, contents, used)
 
 
@@ -85,9 +86,10 @@ def encode_parts(
 
 
 def mixed_forms_error() -> GradruleError:
-    """Returns the error of a request that has a header and fields that belong into it."""
+    """Returns the error of a request that mixes the plain form and that with a header."""
     return error(
         errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-        "a request with a header has only contents and shared_memory besides: everything else is in the header",
+        "contents belong to a request with a header, which has only contents and shared_memory besides: everything "
+        "else is in the header",
         field="header",
     )

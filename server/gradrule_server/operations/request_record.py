@@ -62,9 +62,9 @@ class CallPath(enum.StrEnum):
     """The code path of a call of `Evaluate`."""
 
     KNOWN = "known"
-    """The call has the structure of an earlier one and is not parsed."""
+    """The call has the header of an earlier one, so nothing is decided again."""
     GENERAL = "general"
-    """The call is parsed."""
+    """The program of the call is looked up, and compiled if needed."""
 
 
 class EngineRun(NamedTuple):
@@ -180,7 +180,7 @@ class RequestRecord:
 
 _EVALUATE_FIELDS = evaluate_pb2.EvaluateResponse.DESCRIPTOR.fields_by_name
 EVALUATE_TIMINGS, EVALUATE_DEVICE = _EVALUATE_FIELDS["timings"].number, _EVALUATE_FIELDS["device"].number
-# Caches, as metrics name them, in which a call whose structure is known finds its program.
+# Caches, as metrics name them, in which a call whose header is known finds its program.
 _HITS_OF_KNOWN_CALL = {"programs": 1, "loaded": 1}
 PULL_BACK_TIMINGS = evaluate_pb2.PullBackResponse.DESCRIPTOR.fields_by_name["timings"].number
 

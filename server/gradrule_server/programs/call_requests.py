@@ -94,7 +94,7 @@ class EvaluateCall:
 
 def translate(request: link_pb2.RawEvaluateRequest) -> EvaluateCall:
     """Returns the call of a request in the plain form. Raises MALFORMED_REQUEST or INVALID_TENSOR."""
-    if request.HasField("header"):
+    if request.HasField("header") or request.HasField("contents"):
         raise mixed_forms_error()
     header = evaluate_pb2.EvaluateHeader(
         program=request.program,

@@ -2009,6 +2009,7 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     HEADER_FIELD_NUMBER: builtins.int
+    CONTENTS_FIELD_NUMBER: builtins.int
     program: builtins.str
     """As in `gradrule.v1.EvaluateRequest`."""
     spec: builtins.bytes
@@ -2018,7 +2019,9 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     stacked_grad_ys: builtins.bool
     """As in `gradrule.v1.EvaluateRequest`."""
     header: builtins.bytes
-    """As in `gradrule.v1.EvaluateRequest`."""
+    """As in `gradrule.v1.EvaluateRequest`: set only if the request mixes both forms, which is refused."""
+    contents: builtins.bytes
+    """As in `gradrule.v1.EvaluateRequest`: set only if the request mixes both forms, which is refused."""
     @property
     def feeds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """As in `gradrule.v1.EvaluateRequest`."""
@@ -2072,9 +2075,12 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
         run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         header: builtins.bytes | None = ...,
+        contents: builtins.bytes | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_header", b"_header", "answer_packing", b"answer_packing", "batching", b"batching", "header", b"header", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_header", b"_header", "answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "header", b"header", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_contents", b"_contents", "_header", b"_header", "answer_packing", b"answer_packing", "batching", b"batching", "contents", b"contents", "header", b"header", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_contents", b"_contents", "_header", b"_header", "answer_packing", b"answer_packing", "batching", b"batching", "contents", b"contents", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "header", b"header", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_contents", b"_contents"]) -> typing.Literal["contents"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_header", b"_header"]) -> typing.Literal["header"] | None: ...
     @typing.overload
