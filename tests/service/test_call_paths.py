@@ -109,6 +109,8 @@ def test_calls_of_several_shapes_are_recognised(counting: CountingServer, size: 
     """The first call of each shape is parsed."""
     with gr.connect(counting.server.target, shared_memory=shared_memory) as client:
         program = compiled(client)
+        # Sets up the shared memory, if there is any.
+        KINDS["large"](program)
         values = [np.full(size + number, 1.0, np.float32) for number in range(CALLS)]
         for general in (CALLS, 0):
             grown = counting.grown(lambda: [program(x=value) for value in values], CALLS)
