@@ -63,5 +63,5 @@ def open_blobs(
 def stored_files(store: BlobStore) -> set[str]:
     """Returns the names of the blobs and of unfinished uploads that a store has, of the default tenant."""
     if isinstance(store, SharedBlobStore):
-        return {key.split("/")[1].split("-")[0] for key, _ in store.objects.iterate() if key.startswith("default/")}
+        return {item.key.split("/")[1] for item in store.objects.iterate("default/")}
     return {path.name for path in store.folder.iterdir()}

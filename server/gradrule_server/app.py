@@ -112,6 +112,8 @@ async def _start(settings: Settings, stops: contextlib.AsyncExitStack) -> GrpcSe
     read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
     resources = SharedResources(store, blobs, loaded, limits, settings)
     tenants = await run_in_own_thread("open-tenants", lambda: Tenants(resources, read_only, loop))
+    if store.is_shared:
+        stops.enter_context(PeriodicChecks(_APPLY_CHANGES_EVERY_S, tenants.apply_changes))
     admission, times = assembly.create_admission(settings), assembly.call_times(settings)
     pipeline = RequestPipeline(
         CallerAuthenticator(credentials), tenants, admission, times, operations.observer, limits, watch

@@ -30,6 +30,7 @@ from gradrule_server.recovery.crash_history import CrashHistory, Quarantine
 from gradrule_server.registry.blob_index import BlobAmount
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.data_folder import BLOBS
+from gradrule_server.registry.programs import NeededBlobs
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
 
@@ -106,7 +107,7 @@ def create_blob_store(settings: Settings, store: Store) -> BlobStore:
     """Returns the blobs of all tenants. Raises `StoreError` if the object store of `--blobs` cannot be used."""
     limit = BlobAmount(settings.server_limit("blob_bytes"), settings.server_limit("blobs"))
     if not settings.blobs:
-        return BlobStore(settings.data_dir / BLOBS, limit.size, limit.count)
+        return BlobStore(settings.data_dir / BLOBS, limit.size, limit.count, needed=NeededBlobs(store))
     from gradrule_server.registry.shared_blobs import MAX_TRANSFERS, open_shared_blobs
 
     return open_shared_blobs(

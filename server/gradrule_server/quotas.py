@@ -70,6 +70,25 @@ class Quota:
         with self._lock:
             self._used = amount
 
+    def count(self, used: int, used_by_all: int, amount: int) -> None:
+        """Adds an amount, which may be negative, to amounts in use that a database counts.
+
+        Args:
+            used: What was in use before.
+            used_by_all: What was in use before within the quota around this one.
+            amount: What is added.
+
+        Raises:
+            GradruleError: As `reserve`.
+        """
+        counted = [(self, used)] if self._within is None else [(self._within, used_by_all), (self, used)]
+        for quota, before in counted:
+            quota.set_used(before)
+            if amount > 0 and before + amount > quota.limit:
+                raise error(quota._reason, quota._refusal(amount, before))
+        for quota, before in counted:
+            quota.set_used(before + amount)
+
     def reserve(self, amount: int = 1) -> None:
         """Counts an amount as used.
 
@@ -86,7 +105,7 @@ class Quota:
         if not fits:
             if self._within is not None:
                 self._within.release(amount)
-            raise error(self._reason, self._refusal(amount))
+            raise error(self._reason, self._refusal(amount, self._used))
 
     @contextlib.contextmanager
     def reserved(self, amount: int = 1) -> Iterator[None]:
@@ -109,10 +128,10 @@ class Quota:
         if self._within is not None:
             self._within.adjust(amount)
 
-    def _refusal(self, amount: int) -> str:
+    def _refusal(self, amount: int, used: int) -> str:
         scope = "all tenants together may have" if self._within is None else "one tenant may have"
         requested = f" and {amount} more are requested" if amount > 1 else ""
         return (
-            f"{self._used} {self._what} are in use{requested}; {scope} at most {self.limit}. Free some of them, or "
+            f"{used} {self._what} are in use{requested}; {scope} at most {self.limit}. Free some of them, or "
             f"raise the server's {self.setting}"
         )

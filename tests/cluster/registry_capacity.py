@@ -66,7 +66,7 @@ def measure(stores: list[Store], postgres: int, work: Callable[[Store, int], obj
 
 def add_rule(store: Store, number: int) -> None:
     """Stores one rule, as `create_rule` does."""
-    store.exclusively(lambda: store.add_rule(RuleRow(f"rule{number}", b"\x0a\x02dy", "", number)))
+    store.add_rule(RuleRow(f"rule{number}", b"\x0a\x02dy", "", number))
 
 
 def add_program(store: Store, number: int) -> None:
@@ -74,7 +74,7 @@ def add_program(store: Store, number: int) -> None:
     identity = hashlib.sha256(str(number).encode()).hexdigest()
     graph = (identity.encode() * (GRAPH_BYTES // len(identity)))[:GRAPH_BYTES]
     row = ProgramRow(f"p{number}", identity, b"", number)
-    store.exclusively(lambda: store.add_program(row, ProgramContent(b"", graph, b"")))
+    store.add_program(row, ProgramContent(b"", graph, b""))
 
 
 def read_program(store: Store, number: int) -> None:
@@ -93,7 +93,7 @@ def rows() -> Iterator[str]:
         url = postgres.create_database()
         stores = [Store(PostgresDatabase(url)) for _ in range(SERVERS)]
         works: dict[str, Callable[[Store, int], object]] = {
-            "look for changes of other servers": lambda store, _: store.refresh(),
+            "look for changes of other servers": lambda store, _: store.usage(["default"]),
             "store a rule": add_rule,
             f"store a program with a graph of {GRAPH_BYTES // 1024} KiB": add_program,
             "read such a program": read_program,

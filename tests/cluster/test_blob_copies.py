@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 from pathlib import Path
 
 import pytest
 
 from gradrule_server.commands.registry import run
-from gradrule_server.registry.database import Change
 from gradrule_server.registry.object_store import MARKER
-from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
+from gradrule_server.registry.programs import ProgramRegistry
 from tests.cluster.postgres import PostgresServer
 from tests.cluster.s3 import SECRET, S3Server
 from tests.cluster.test_registry_copies import opened
 from tests.stores import open_blobs
 from tests.unit.registry.rows import execute
+from tests.unit.registry.test_backup import members
 from tests.unit.registry.test_blobs import name_of, put
 from tests.unit.registry.test_shared_blobs import content, create
 
@@ -37,22 +37,11 @@ async def served(folder: Path, url: str, blobs_url: str) -> bool:
     """Returns whether a server with an empty cache finds the blobs of `fill`."""
     with opened(folder, url) as store:
         blobs = open_blobs(store, folder, blobs_url)
-        PinnedBlobs(store, blobs)
         assert len(store.program_specs()) == 2
         return [
             await content(blobs.for_tenant(tenant), name_of(data)) == data
             for tenant, data in (("default", WEIGHTS), ("ada", MORE))
         ] == [True, True]
-
-
-class Programs:
-    """Follows the programs of a registry, as a server does."""
-
-    def __init__(self, pins: PinnedBlobs) -> None:
-        self.reload = pins.reload
-
-    def apply(self, changes: Sequence[Change]) -> None:
-        raise AssertionError(changes)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
@@ -73,8 +62,8 @@ async def test_backup_and_restore_with_s3(
     fill(tmp_path / "from", urls[0], stores[0])
     assert run(["check", *first]) == 0
     assert run(["backup", str(tmp_path / "copy"), *first]) == 0
-    files = [path.read_bytes() for path in (tmp_path / "copy" / "blobs").rglob("*") if path.is_file()]
-    assert sorted(files) == sorted([WEIGHTS, MORE])
+    found = {name: data for name, data in members(tmp_path / "copy").items() if name.startswith("blobs/")}
+    assert sorted(found.values()) == sorted([WEIGHTS, MORE])
     assert run(["restore", str(tmp_path / "copy"), *last]) == 0
     assert run(["check", *last]) == 0
     assert await served(tmp_path / "to", urls[1], stores[1])
@@ -113,21 +102,45 @@ def test_servers_that_run_find_the_blobs_of_a_restored_registry(
     assert run(["backup", str(tmp_path / "copy"), *place]) == 0
     with opened(tmp_path / "server", database_url) as store:
         blobs = open_blobs(store, tmp_path / "server", url)
-        blobs.maintain()
-        store.follow(Programs(PinnedBlobs(store, blobs)))
-        for table in ("programs", "blobs", "stored_blobs"):
+        for table in ("programs", "blobs", "tenant_usage"):
             execute(store, f"DELETE FROM {table}")
         for key in s3.keys(bucket):
             if key != f"x/{MARKER}":
                 s3.client.delete_object(Bucket=bucket, Key=key)
-        blobs.maintain()
+        assert blobs.missing([name_of(WEIGHTS)]) == [name_of(WEIGHTS)]
         assert run(["restore", str(tmp_path / "copy"), *place]) == 0
-        store.check()
-        blobs.maintain()
         assert blobs.missing([name_of(WEIGHTS)]) == []
-        with store.database.read() as connection:
-            needed = set(connection.exec_driver_sql("SELECT name FROM program_blobs").scalars())
-        assert needed == {name_of(WEIGHTS), name_of(MORE)}
+        assert ProgramRegistry(store, blobs).get("p").id == "p"
+
+
+def test_blobs_that_no_program_needs_are_deleted_from_s3(
+    database_url: str,
+    tmp_path: Path,
+    s3: S3Server,
+    bucket: str,
+    s3_environment: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = f"s3://{bucket}/x"
+    fill(tmp_path / "old", database_url, url)
+    with opened(tmp_path / "server", database_url) as store:
+        blobs = open_blobs(store, tmp_path / "server", url)
+        name = put(blobs, b"nobody's")
+        place = ["--registry", database_url, "--blobs", url, "--data-dir", str(tmp_path / "shared")]
+        # Servers may run meanwhile.
+        assert run(["gc", *place]) == 0
+        assert blobs.missing([name]) == []
+        with pytest.MonkeyPatch.context() as patch:
+            now = time.time()
+            patch.setattr(time, "time", lambda: now + 90_000)
+            # It is renewed, because a client looks for it.
+            assert blobs.missing([name]) == []
+            patch.setattr(time, "time", lambda: now + 190_000)
+            assert run(["gc", *place]) == 0
+        assert f"deleted from {url}: 1 blob, 0 MB" in capsys.readouterr().out
+        assert blobs.missing([name, name_of(WEIGHTS)]) == [name]
+        blobs.maintain()
+        assert (blobs.held_count, blobs.for_tenant("ada").held_count) == (1, 1)
 
 
 def test_messages_name_what_is_wrong_with_an_object_store(

@@ -13,15 +13,14 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.commands.registry import run
-from gradrule_server.registry import change_log, postgres_database, schema
-from gradrule_server.registry.backup import check
+from gradrule_server.registry import postgres_database, schema
 from gradrule_server.registry.blob_index import BlobAmount
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.database import open_database
 from gradrule_server.registry.shared_blobs import open_shared_blobs
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 from tests.cluster.postgres import PASSWORD, USER, PostgresServer
-from tests.unit.registry.rows import execute
+from tests.unit.registry.rows import execute, kept_bytes
 from tests.unit.registry.version_1 import version_1
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy").SerializeToString()
@@ -53,7 +52,9 @@ def fill(folder: Path, url: str = "") -> object:
         spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=DIGEST)})
         source = ProgramContent(spec.SerializeToString(), bytes(range(256)) * 20_000, b"")
         for name in ("p", "q"):
-            store.add_program(ProgramRow(name, "same", b"", 5), source, "ada")
+            summary = program_pb2.Program()
+            summary.create_time.FromMicroseconds(5)
+            store.add_program(ProgramRow(name, "same", summary.SerializeToString(), 5), source, "ada")
     return content(folder, url)
 
 
@@ -66,7 +67,7 @@ def content(folder: Path, url: str = "") -> object:
             store.program_identities("ada"),
             store.program("p", "ada"),
             store.program_content("q", "same", "ada"),
-            store.kept_bytes(),
+            kept_bytes(store),
             BlobStore(folder / "blobs", 1 << 20).for_tenant("ada").read(DIGEST),
         )
 
@@ -148,12 +149,12 @@ def test_backup_does_not_migrate(
     database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tmp_path, database_url)
-    monkeypatch.setattr(schema, "_STEPS", {"postgresql": {2: ("ALTER TABLE rules ADD COLUMN added INTEGER",)}})
+    monkeypatch.setattr(schema, "_STEPS", {"postgresql": {3: ("ALTER TABLE rules ADD COLUMN added INTEGER",)}})
     with monkeypatch.context() as newer:
-        for module in (schema, change_log, postgres_database):
-            newer.setattr(module, "SCHEMA_VERSION", 3)
+        for module in (schema, postgres_database):
+            newer.setattr(module, "SCHEMA_VERSION", 4)
         assert run(["backup", str(tmp_path / "copy"), "--registry", database_url, "--data-dir", str(tmp_path)]) == 1
-    assert "has schema version 2" in capsys.readouterr().err
+    assert "has schema version 3" in capsys.readouterr().err
     with opened(tmp_path, database_url) as store:
         assert len(store.rules()) == 1
 
@@ -161,42 +162,24 @@ def test_backup_does_not_migrate(
 def test_registry_of_an_older_release_is_copied(database_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "old"
     folder.mkdir()
-    version_1(folder)
+    version_1(folder, b"")
     assert run(["copy", str(folder), database_url, "--data-dir", str(tmp_path / "shared")]) == 0
     with opened(tmp_path / "shared", database_url) as store:
         assert [row.name for row in store.rules()] == ["Q"]
-        assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"")
+        assert store.program_content("p", "same") == ProgramContent(b"", b"graph", b"")
 
 
-def test_damaged_rows_that_postgresql_refuses_are_left_out(
-    database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_rows_are_left_out(database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = fill(tmp_path / "old")
     with contextlib.closing(sqlite3.connect(tmp_path / "old" / "gradrule.db")) as database:
         row = "('default', CAST(x'70ff' AS TEXT), x'00', '', 1), ('default', 'text', 'text', '', 1)"
         database.execute(f"INSERT INTO rules VALUES {row}, ('default', 'time', x'00', '', 'now')")
         database.commit()
     assert run(["copy", str(tmp_path / "old"), database_url, "--data-dir", str(tmp_path / "shared")]) == 0
-    assert capsys.readouterr().out.count("is damaged and was left out") == 3
+    assert capsys.readouterr().out.count("of tenant 'default' cannot be read") == 3
     with opened(tmp_path / "shared", database_url) as store:
         assert len(store.rules()) == 1
     assert content(tmp_path / "shared", database_url) == before
-
-
-def test_new_registry_keeps_the_tables_of_the_old_one(
-    postgres: PostgresServer, database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fill(tmp_path, database_url)
-    place = ["--registry", database_url, "--data-dir", str(tmp_path)]
-    for url in (database_url, f"{database_url}?application_name=rules"):
-        with opened(tmp_path, url):
-            assert run(["new", "--registry", url, "--data-dir", str(tmp_path)]) == 1
-        assert "a server uses" in capsys.readouterr().err
-    assert run(["new", *place]) == 0
-    assert str(check(tmp_path, database_url)).startswith("no rules and no programs")
-    schema = capsys.readouterr().out.rpartition("schema ")[2].split()[0]
-    name = database_url.rpartition("/")[2]
-    assert postgres.execute(f"SELECT count(*) FROM {schema}.rules", database=name) == ["2"]
 
 
 def test_changed_graph_is_found(database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +188,7 @@ def test_changed_graph_is_found(database_url: str, tmp_path: Path, capsys: pytes
         execute(store, "UPDATE blobs SET content = :content", content=b"other")
     place = ["--registry", database_url, "--data-dir", str(tmp_path)]
     assert run(["check", *place]) == 1
-    assert "delete the programs 'p', 'q' of tenant 'ada'" in capsys.readouterr().out
+    assert "delete the program 'p' of tenant 'ada' and others with this graph" in capsys.readouterr().out
     assert run(["backup", str(tmp_path / "copy"), *place]) == 1
     assert not (tmp_path / "copy").exists()
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError
 
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.registry.data_folder import StoreError
-from gradrule_server.registry.object_store import ObjectStoreError, open_object_store
+from gradrule_server.registry.object_store import ObjectNotFoundError, ObjectStoreError, open_object_store
 from gradrule_server.registry.s3_objects import _FileSystem
 from gradrule_server.registry.store import Store
 from tests.cluster.s3 import SECRET, S3Server
@@ -21,18 +21,12 @@ from tests.unit.registry.test_blobs import (  # noqa: F401
     name_of,
     put,
     refusal,
-    test_blob_pinned_before_its_upload_is_not_removed,
-    test_least_recently_used_blobs_are_removed,
     test_names_of_blobs_must_be_hashes,
-    test_number_of_stored_blobs_is_limited,
-    test_pin_pins_all_blobs_or_none,
-    test_pinned_blobs_are_not_removed,
-    test_restart_keeps_blobs_and_uses,
-    test_small_blobs_count_with_their_disk_space,
     test_unfinished_upload_leaves_nothing,
     test_uploaded_blob_is_present,
 )
 from tests.unit.registry.test_object_store import claims_at_once
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -111,33 +105,36 @@ def test_wrong_endpoints_are_refused(
     assert SECRET not in str(caught.value)
 
 
-def test_parts_are_listed_only_when_incomplete_uploads_are_deleted(
-    tmp_path: Path, s3: S3Server, bucket: str, s3_environment: None, monkeypatch: pytest.MonkeyPatch
+def test_parts_of_killed_uploads_are_deleted_with_unneeded_objects(
+    tmp_path: Path, s3: S3Server, bucket: str, s3_environment: None
 ) -> None:
     store = Store(tmp_path / "registry")
     blobs = open_blobs(store, tmp_path / "ada", f"s3://{bucket}", PAGE)
-    put(blobs, b"1")
-    requests: list[str] = []
-    call = _FileSystem._call_s3
-
-    async def counted(self: _FileSystem, method: str, *arguments: Any, **options: Any) -> Any:
-        requests.append(method)
-        return await call(self, method, *arguments, **options)
-
-    monkeypatch.setattr(_FileSystem, "_call_s3", counted)
-    # It displaces the first.
-    put(blobs, b"2")
-    assert requests.count("delete_object") == 1
-    assert "list_multipart_uploads" not in requests
-    # A server that was killed has sent a part.
-    key, removed = blobs._shared.index.reserve("", "f" * 64, 1, limit=blobs._limit, kept=())
-    s3.client.create_multipart_upload(Bucket=bucket, Key=key)
-    with store.database.write() as connection:
-        connection.exec_driver_sql("UPDATE stored_blobs SET last_use_us = 1 WHERE state = 'uploading'")
-    blobs.maintain()
+    name = put(blobs, b"1")
+    s3.client.create_multipart_upload(Bucket=bucket, Key=f"default/{'f' * 64}")
+    blobs.objects.delete_unfinished(time.time() + 3600)
     assert "Uploads" not in s3.client.list_multipart_uploads(Bucket=bucket)
-    assert len(removed) == 1
+    assert blobs.missing([name]) == []
     store.close()
+
+
+def test_objects_are_found_renewed_and_renamed(tmp_path: Path, s3: S3Server, bucket: str, s3_environment: None) -> None:
+    (tmp_path / "file").write_bytes(b"weights")
+    objects = open_object_store(f"s3://{bucket}/some/prefix")
+    for number in range(3):
+        objects.put(f"default/{number}", tmp_path / "file")
+    keys = [f"default/{number}" for number in range(40)]
+    before = objects.find(keys)
+    assert [(item.key, item.size) for item in before.values()] == [(key, 7) for key in keys[:3]]
+    wait_until(lambda: time.time() > before[keys[0]].modified_s + 1.1 or None, "another second")
+    objects.move(keys[0], keys[0])
+    objects.move(keys[1], keys[5])
+    after = objects.find(keys)
+    assert sorted(after) == sorted([keys[0], keys[2], keys[5]])
+    assert after[keys[0]].modified_s > before[keys[0]].modified_s
+    assert objects.read(keys[5], 0, 100) == b"weights"
+    with pytest.raises(ObjectNotFoundError):
+        objects.move(keys[1], keys[6])
 
 
 def test_requests_are_repeated_after_errors_of_the_service(s3: S3Server, bucket: str, s3_environment: None) -> None:
@@ -169,23 +166,8 @@ def test_upload_that_a_proxy_accepts_without_storing_it_is_refused(
     with s3.proxy.answering("200 OK", b""), pytest.raises(ObjectStoreError):
         objects.put("default/x", tmp_path / "file")
     objects.put("default/x", tmp_path / "file")
-    assert list(objects.iterate()) == [("default/x", length)]
+    assert [(item.key, item.size) for item in objects.iterate()] == [("default/x", length)]
 
 
 def test_of_registries_that_claim_a_bucket_at_once_one_succeeds(bucket: str, s3_environment: None) -> None:
-    assert len(claims_at_once(lambda: open_object_store(f"s3://{bucket}/x"))) == 1
-
-
-@pytest.mark.parametrize("is_refused", [True, False])
-def test_of_registries_that_claim_a_bucket_without_conditional_writes_at_once_one_succeeds(
-    bucket: str, s3_environment: None, monkeypatch: pytest.MonkeyPatch, is_refused: bool
-) -> None:
-    call = _FileSystem._call_s3
-
-    async def unconditional(self: _FileSystem, method: str, *arguments: Any, **options: Any) -> Any:
-        if options.pop("IfNoneMatch", None) and is_refused:
-            raise ClientError({"Error": {"Code": "NotImplemented"}}, "PutObject")
-        return await call(self, method, *arguments, **options)
-
-    monkeypatch.setattr(_FileSystem, "_call_s3", unconditional)
     assert len(claims_at_once(lambda: open_object_store(f"s3://{bucket}/x"))) == 1

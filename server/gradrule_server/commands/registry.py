@@ -1,4 +1,4 @@
-"""Implements `gradrule registry`: backs up, restores, checks and copies the registry of a server."""
+"""Implements `gradrule registry`: backs up, restores, checks, copies and cleans the registry of a server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from gradrule_server.registry.backup import (
     backup,
     check,
     copy_registry,
-    create_empty_postgres_registry,
     create_empty_registry,
+    delete_unneeded_blobs,
     restore,
 )
 from gradrule_server.registry.blobs import DAMAGED
 from gradrule_server.registry.data_folder import BLOBS
-from gradrule_server.registry.database_url import check_url, describe_url, is_postgres_url
+from gradrule_server.registry.database_url import check_url, is_postgres_url
+from gradrule_server.rules.signature import count_noun
 from gradrule_server.settings import SettingsError, default_data_dir, environment_name
 
 _VARIABLE = environment_name("data_dir")
@@ -51,15 +52,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Backs up, restores, checks and copies the rules, programs and blobs of a server.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    backup_parser = commands.add_parser(
-        "backup", help="copy the registry to a new directory; the server may be running"
-    )
-    backup_parser.add_argument("folder", metavar="DIR", type=Path, help="directory to create")
+    backup_parser = commands.add_parser("backup", help="write the registry to a new file; the server may be running")
+    backup_parser.add_argument("file", metavar="FILE", type=Path, help="tar archive to create")
     backup_parser.set_defaults(run=_backup)
     restore_parser = commands.add_parser(
         "restore", help="restore a backup to a data directory or database without a registry"
     )
-    restore_parser.add_argument("folder", metavar="DIR", type=Path, help="directory that `backup` created")
+    restore_parser.add_argument(
+        "file", metavar="FILE", type=Path, help="archive that `backup` created, or the directory of an older release"
+    )
     restore_parser.set_defaults(run=_restore)
     check_parser = commands.add_parser("check", help="read and check the whole registry; the server may be running")
     check_parser.set_defaults(run=_check)
@@ -67,8 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     new_parser.set_defaults(run=_new)
     copy_parser = commands.add_parser(
         "copy",
-        help="copy a registry with its blobs to an empty one, between data directories, PostgreSQL and object stores, "
-        "and verify the copy",
+        help="copy a registry with its blobs to an empty one, between data directories, PostgreSQL and object stores",
     )
     for name, what in (("source", "FROM"), ("target", "TO")):
         copy_parser.add_argument(
@@ -83,12 +83,21 @@ def _parser() -> argparse.ArgumentParser:
             "directory",
         )
     copy_parser.set_defaults(run=_copy)
+    gc_parser = commands.add_parser("gc", help="delete blobs that no program needs from the object store of --blobs")
+    gc_parser.add_argument(
+        "--grace-h",
+        metavar="HOURS",
+        type=float,
+        default=24.0,
+        help="keep blobs that were uploaded, or that clients looked for, within this time [default: 24]",
+    )
+    gc_parser.set_defaults(run=_gc)
     given = os.environ.get(_VARIABLE)
     fallback = Path(given) if given else None
     # Without a default, --data-dir is required.
     with contextlib.suppress(SettingsError):
         fallback = fallback or default_data_dir(os.environ)
-    for command in (backup_parser, restore_parser, check_parser, new_parser):
+    for command in (backup_parser, restore_parser, check_parser, gc_parser):
         command.add_argument(
             "--registry",
             metavar="URL",
@@ -96,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
             default=os.environ.get(_REGISTRY_VARIABLE, ""),
             help=f"PostgreSQL database; without it: SQLite in the data directory [env: {_REGISTRY_VARIABLE}]",
         )
-    for command in (backup_parser, restore_parser, check_parser):
+    for command in (backup_parser, restore_parser, check_parser, gc_parser):
         command.add_argument(
             "--blobs",
             metavar="URL",
@@ -104,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
             help="object store of the blobs: s3://bucket/prefix or file:///folder; without it: the data directory "
             f"[env: {_BLOBS_VARIABLE}]",
         )
-    for command in (backup_parser, restore_parser, check_parser, new_parser, copy_parser):
+    for command in (backup_parser, restore_parser, check_parser, gc_parser, new_parser, copy_parser):
         command.add_argument(
             "--data-dir",
             metavar="DIR",
@@ -154,15 +163,15 @@ def _registry_name(text: str) -> str:
 
 
 def _backup(options: argparse.Namespace, progress: _ProgressLine) -> int:
-    report = backup(options.data_dir, options.folder, options.registry, options.blobs, progress=progress)
+    report = backup(_place(options), options.file, progress=progress)
     progress.close()
-    print(f"copied to {options.folder}: {report}")
+    print(f"copied to {options.file}: {report}")
     _print_warnings(report, has_object_store=bool(options.blobs))
     return 0
 
 
 def _restore(options: argparse.Namespace, progress: _ProgressLine) -> int:
-    report = restore(options.folder, options.data_dir, options.registry, options.blobs, progress=progress)
+    report = restore(options.file, _place(options), progress=progress)
     progress.close()
     print(f"restored to {_place(options)}: {report}")
     _print_warnings(report, has_object_store=True)
@@ -170,7 +179,7 @@ def _restore(options: argparse.Namespace, progress: _ProgressLine) -> int:
 
 
 def _check(options: argparse.Namespace, progress: _ProgressLine) -> int:
-    report = check(options.data_dir, options.registry, options.blobs, progress=progress)
+    report = check(_place(options), progress=progress)
     progress.close()
     for problem in report.problems:
         print(problem)
@@ -179,6 +188,14 @@ def _check(options: argparse.Namespace, progress: _ProgressLine) -> int:
     if is_valid:
         print(f"no problems found: {report}")
     return 0 if is_valid else 1
+
+
+def _gc(options: argparse.Namespace, progress: _ProgressLine) -> int:
+    progress("deleting blobs")
+    count, size = delete_unneeded_blobs(_place(options), options.grace_h * 3600)
+    progress.close()
+    print(f"deleted from {options.blobs}: {count_noun(count, 'blob')}, {size / 1e6:.0f} MB")
+    return 0
 
 
 def _copy(options: argparse.Namespace, progress: _ProgressLine) -> int:
@@ -193,16 +210,11 @@ def _copy(options: argparse.Namespace, progress: _ProgressLine) -> int:
     return 0
 
 
-def _place(options: argparse.Namespace) -> str:
-    return describe_url(options.registry) if options.registry else str(options.data_dir)
+def _place(options: argparse.Namespace) -> RegistryPlace:
+    return RegistryPlace(options.data_dir, options.registry, options.blobs)
 
 
 def _new(options: argparse.Namespace, progress: _ProgressLine) -> int:
-    if options.registry:
-        schema = create_empty_postgres_registry(options.registry)
-        print(f"{_place(options)} now has an empty registry")
-        print(f"kept: the old tables, in the schema {schema}")
-        return 0
     kept = create_empty_registry(options.data_dir)
     print(f"{options.data_dir} now has an empty registry")
     for path in kept:
@@ -211,17 +223,10 @@ def _new(options: argparse.Namespace, progress: _ProgressLine) -> int:
 
 
 def _print_warnings(report: Report, *, has_object_store: bool) -> None:
-    for sentence in (*report.unreadable, *report.left_out):
+    for sentence in report.unreadable:
         print(sentence)
     if report.damaged_blobs:
         print(f"damaged blobs, renamed to {BLOBS}/{DAMAGED}…: {report.damaged_blobs}; you may delete these files")
     if report.missing:
         hint = "" if has_object_store else "; if they are in an object store, name it"
         print(f"missing blobs: {len(report.missing)}; programs that need them fail until clients send them again{hint}")
-    if report.unindexed:
-        print(f"objects that are not in the index of blobs: {report.unindexed}; servers enter them when they start")
-    if report.without_object:
-        print(
-            f"blobs in the index without an object: {report.without_object}; servers remove them when they start, or "
-            "store them again from their caches"
-        )

@@ -6,14 +6,16 @@ Each tenant has its own rules, programs, blobs, handles, sessions and quotas. Wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gradrule.common.fast_paths import disabled_paths
 from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError
 from gradrule_server.front.admission import InFlight
 from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.operations.status import TenantUsage
@@ -24,11 +26,11 @@ from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.session_limits import SessionManager
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.database import Change
-from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
+from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import DEFAULT_TENANT, Store
+from gradrule_server.registry.usage import STORED_RESOURCES, Usage
 from gradrule_server.settings import Settings
 
 # Idle tenants that stay loaded; more are unloaded, but only after `_IDLE_S`.
@@ -81,8 +83,6 @@ class Tenant:
             | {
                 "requests": self.in_flight.requests,
                 "bytes_in_flight": self.in_flight.size,
-                "programs": len(self.programs),
-                "rules": len(self.rules),
                 "blobs": self.blobs.held_count,
                 "blob_bytes": self.blobs.held_bytes,
             },
@@ -92,8 +92,7 @@ class Tenant:
 class Tenants:
     """The loaded tenants. Belongs to one event loop; loads tenants in threads.
 
-    Applies what other servers write to their common database. Its construction reads the database and the disk, so it
-    may run in a thread.
+    Its construction reads the database and the disk, so it may run in a thread.
 
     Args:
         shared: What all tenants share.
@@ -104,22 +103,12 @@ class Tenants:
     def __init__(self, shared: SharedResources, read_only: ReadOnlyRules, loop: asyncio.AbstractEventLoop) -> None:
         self._shared = shared
         self._read_only = read_only
-        self._pins = PinnedBlobs(shared.store, shared.blobs)
         self._tenants: dict[str, Tenant] = {}
         self._idle: OrderedDict[str, Tenant] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Tenant]] = {}
         self._slots = asyncio.Semaphore(_MAX_LOADING)
         self._trimmed_at = 0.0
         self._loop = loop if shared.store.is_shared else None
-        # The tenants to which changes of other servers apply; used while no other change is applied.
-        self._followed: dict[str, Tenant] = {}
-        self._quotas: dict[str, Quota] = {}
-        shared.store.consistently(self._start)
-        self.default = self._tenants[DEFAULT_TENANT]
-        """The tenant of callers without credentials. Always loaded."""
-
-    def _start(self) -> None:
-        shared = self._shared
         # Clients know LIMIT_EXCEEDED for the number of rules and programs, which were limited before there were quotas.
         self._quotas = {
             resource.name: Quota(
@@ -132,53 +121,30 @@ class Tenants:
             )
             for resource in QUOTA_RESOURCES
         }
-        self._count_again()
-        if shared.store.is_shared:
-            self._pins.reload()
-        self._tenants[DEFAULT_TENANT] = self._create(DEFAULT_TENANT)
-        shared.store.follow(self)
+        self._seen: dict[str, Usage] = {}
+        self.default = self._tenants[DEFAULT_TENANT] = self._create(DEFAULT_TENANT)
+        """The tenant of callers without credentials. Always loaded."""
 
-    def apply(self, changes: Sequence[Change]) -> None:
-        """Applies what other servers have written, see `database.Follower`."""
-        for name in {change.tenant for change in changes}:
-            rules, programs = (
-                {change.name for change in changes if (change.tenant, change.kind) == (name, kind)}
-                for kind in ("rule", "program")
-            )
-            self._pins.apply(name, programs)
-            tenant = self._followed.get(name)
-            if tenant is not None:
-                tenant.rules.apply(rules)
-                tenant.programs.apply(programs)
-        for change in changes:
-            tenant = self._followed.get(change.tenant)
-            quotas = self._quotas if tenant is None else tenant.quotas
-            quotas["rules" if change.kind == "rule" else "programs"].adjust(change.count)
-            quotas["registry_bytes"].adjust(change.size)
+    def apply_changes(self) -> None:
+        """Applies what other servers have written to their common database; called at intervals, in a thread."""
+        loaded = dict(self._tenants)
+        with contextlib.suppress(GradruleError):
+            found = self._shared.store.usage(loaded)
+            for name, tenant in loaded.items():
+                usage, seen = found.get(name, Usage()), self._seen.get(name, Usage())
+                if usage == seen:
+                    continue
+                tenant.rules.refresh()
+                if usage.programs_revision != seen.programs_revision:
+                    tenant.programs.apply_changes()
+                self._count(tenant.quotas, usage)
+                self._seen[name] = usage
 
-    def reload(self) -> None:
-        """Reads again what is stored, see `database.Follower`."""
-        self._count_again()
-        self._pins.reload()
-        for tenant in list(self._followed.values()):
-            tenant.rules.reload()
-            tenant.programs.reload()
-            self._count_tenant(tenant.name, tenant.rules, tenant.programs, tenant.quotas)
-
-    def _count_again(self) -> None:
-        """Counts what all tenants have stored."""
-        rules, programs = self._shared.store.counts()
-        self._quotas["rules"].set_used(rules)
-        self._quotas["programs"].set_used(programs)
-        self._quotas["registry_bytes"].set_used(self._shared.store.kept_bytes())
-
-    def _count_tenant(
-        self, name: str, rules: RuleRegistry, programs: ProgramRegistry, quotas: Mapping[str, Quota]
-    ) -> None:
-        """Counts what a tenant has stored. The quotas of the server count it already."""
-        quotas["rules"].set_used(len(rules))
-        quotas["programs"].set_used(len(programs))
-        quotas["registry_bytes"].set_used(self._shared.store.kept_bytes(name))
+    def _count(self, quotas: Mapping[str, Quota], usage: Usage) -> None:
+        """Shows what a tenant has stored, and all tenants together."""
+        total = self._shared.store.total_usage()
+        for name in STORED_RESOURCES:
+            quotas[name].count(getattr(usage, name), getattr(total, name), 0)
 
     def status(self) -> list[TenantUsage]:
         """Returns what the loaded tenants use, ordered by name."""
@@ -243,7 +209,7 @@ class Tenants:
     async def _load(self, name: str) -> Tenant:
         async with self._slots:
             read_only = self._read_only
-            tenant = await asyncio.to_thread(self._shared.store.consistently, functools.partial(self._create, name))
+            tenant = await asyncio.to_thread(self._create, name)
         if read_only is not self._read_only:
             tenant.rules.set_read_only(self._read_only)
         self._tenants[name] = tenant
@@ -278,9 +244,8 @@ class Tenants:
             tenant=name,
             quota=quotas["programs"],
             bytes_quota=quotas["registry_bytes"],
-            pins=self._pins,
         )
-        self._count_tenant(name, rules, programs, quotas)
+        self._count(quotas, shared.store.usage([name]).get(name, Usage()))
         program_service = ProgramService(
             rules,
             programs,
@@ -311,7 +276,6 @@ class Tenants:
         tenant = Tenant(name, rules, programs, blobs, program_service, handles, sessions, quotas)
         if self._loop is not None:
             programs.on_changed = functools.partial(_call_on_loop, self._loop, program_service.stored.forget)
-            self._followed[name] = tenant
         return tenant
 
     def _trim(self) -> None:
@@ -323,7 +287,7 @@ class Tenants:
             if now - tenant.idle_since < _IDLE_S:
                 break
             del self._idle[name], self._tenants[name]
-            self._followed.pop(name, None)
+            self._seen.pop(name, None)
             tenant.program_service.compile_tasks.cancel()
             tenant.blobs.forget_limits()
         caches = [tenant.program_service.cache for tenant in self._tenants.values()]

@@ -1,8 +1,8 @@
 """Checks, backs up, restores and copies registries; a server may use a registry while it is checked or backed up.
 
-A backup is a folder with a consistent copy of the database, the blobs that its programs need, and the manifest
-`backup.json`. It is created atomically. The copy is an SQLite file also where the database is in PostgreSQL, and blobs
-are files also where they are in an object store, so that a backup of one can be restored to the other.
+A backup is a tar archive of messages of the service: each rule as a `Rule`, each program as a `Program`, its
+`ProgramSpec` and the `ListRulesResponse` of its rules, and the bytes of graphs and blobs. Its last member is the
+SHA-256 of all others. It is the same for all databases and places of blobs. A copy passes on the same messages.
 """
 
 from __future__ import annotations
@@ -10,29 +10,26 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
-import shutil
+import io
+import os
 import sqlite3
+import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any, NamedTuple
+from urllib.parse import quote, unquote
 
-from sqlalchemy import create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.policy.faults import BLOB_NAME
-from gradrule_server.registry.blob_places import (
-    BlobPlace,
-    DamagedBlobError,
-    FolderBlobs,
-    MissingBlobError,
-    ObjectBlobs,
-    checked,
-)
-from gradrule_server.registry.blobs import DAMAGED, folder_name
+from gradrule_server.registry.blob_index import BlobAmount
+from gradrule_server.registry.blobs import DAMAGED, BlobStore, folder_name
 from gradrule_server.registry.data_folder import (
     BLOBS,
     DATABASE_FILE,
@@ -41,26 +38,30 @@ from gradrule_server.registry.data_folder import (
     FolderLock,
     StoreError,
     add_suffix,
-    file_sha256,
     find_logs,
     sync_to_disk,
 )
-from gradrule_server.registry.database import import_postgres
+from gradrule_server.registry.database import Database, import_postgres, open_database
 from gradrule_server.registry.database_url import describe_url
-from gradrule_server.registry.object_store import ObjectStoreError
-from gradrule_server.registry.programs import read_spec, read_summary, variable_blobs
+from gradrule_server.registry.object_store import (
+    ObjectStore,
+    ObjectStoreError,
+    check_owner,
+    claim,
+    open_object_store,
+    read_object,
+)
+from gradrule_server.registry.programs import NeededBlobs, read_spec, read_summary, variable_blobs
 from gradrule_server.registry.rule_entries import read_rule
-from gradrule_server.registry.schema import SCHEMA_VERSION, add_current_views, copy_database
-from gradrule_server.registry.sqlite_rows import content_digest, open_file
-from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
-from gradrule_server.registry.stored_blobs import STORED, drop_index, object_states
+from gradrule_server.registry.schema import copy_database, write_meta
+from gradrule_server.registry.shared_blobs import BlobUsage, collect, object_key
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError
 from gradrule_server.rules.signature import count_noun
 
-MANIFEST = "backup.json"
-
-_FORMAT = 1
-_ATTEMPTS = 5
+_CHUNK_BYTES = 1 << 20
 _SHOW_EVERY_S = 0.1
+# The members of an archive.
+_ID, _RULES, _GRAPHS, _PROGRAMS, _BLOBS, _END = "registry", "rules", "graphs", "programs", "blobs", "sha256"
 
 
 class BackupError(Exception):
@@ -74,23 +75,14 @@ class Report:
     tenants: set[str] = field(default_factory=set)
     rules: int = 0
     programs: int = 0
-    blobs: set[str] = field(default_factory=set)
-    """Paths of the blobs that programs need, relative to the folder of blobs."""
-    missing: set[str] = field(default_factory=set)
-    """Paths of the needed blobs that are missing; calls of programs that need them raise BLOB_NOT_FOUND."""
-    schema_version: int = SCHEMA_VERSION
+    blobs: set[tuple[str, str]] = field(default_factory=set)
+    """Tenant and name of each blob that programs need."""
+    missing: set[tuple[str, str]] = field(default_factory=set)
+    """The needed blobs that are missing; calls of programs that need them raise BLOB_NOT_FOUND."""
     unreadable: list[str] = field(default_factory=list)
-    """A sentence for each rule or program that this release cannot read; backups include these rows unchanged."""
-    left_out: list[str] = field(default_factory=list)
-    """A sentence for each damaged row that PostgreSQL cannot store."""
+    """A sentence for each rule or program that this release cannot read; they are not in backups."""
     damaged_blobs: int = 0
     """Number of damaged files of blobs; the server has renamed these files."""
-    unindexed: int = 0
-    """Number of objects of blobs that the index of the object store lacks."""
-    without_object: int = 0
-    """Number of blobs in the index of the object store that have no object."""
-    registry_id: str = ""
-    """The registry's id; empty: it has none yet."""
     problems: list[str] = field(default_factory=list)
     """A sentence for each damaged part; a damaged registry is not backed up."""
 
@@ -118,17 +110,13 @@ class RegistryPlace:
     def __str__(self) -> str:
         return describe_url(self.url) if self.url else str(self.data_dir)
 
-    def open_blobs(self, registry_id: str, *, is_target: bool = False) -> BlobPlace:
-        """Opens the blobs of the registry with this id; see `ObjectBlobs`."""
-        if not self.blobs_url:
-            return FolderBlobs(self.data_dir / BLOBS)
-        if not registry_id:
-            raise BackupError(f"the registry in {self} has no id yet; start a server with it once")
-        return ObjectBlobs(self.blobs_url, registry_id, is_target=is_target)
 
+class _Entry(NamedTuple):
+    """A member of an archive. `size`: the sum of the bytes of its `pieces`, which are read once."""
 
-class _ChangedError(Exception):
-    """A blob was removed while it was to be copied, because its programs were deleted meanwhile."""
+    name: str
+    size: int
+    pieces: Iterable[bytes]
 
 
 Progress = Callable[[str], object]
@@ -139,245 +127,82 @@ def _show_nothing(_: str) -> None:
     pass
 
 
-def check(data_dir: Path, url: str = "", blobs_url: str = "", *, progress: Progress = _show_nothing) -> Report:
+def check(place: RegistryPlace, *, progress: Progress = _show_nothing) -> Report:
     """Reads and checks everything in a registry, also while a server uses it.
 
-    See `RegistryPlace`. Raises `BackupError` if there is no registry, or its object store cannot be read.
+    Raises:
+        BackupError: There is no registry, or its database or object store cannot be read.
     """
-    progress("checking the database")
-    registry = RegistryPlace(data_dir, url, blobs_url)
-    with _errors("the registry cannot be read"), tempfile.TemporaryDirectory(prefix="gradrule-check-") as made:
-        file = data_dir / DATABASE_FILE
-        if url:
-            file = Path(made) / DATABASE_FILE
-            _export(url, file)
-        report = _check_file(file, data_dir)
-        report.damaged_blobs = sum(1 for _ in (data_dir / BLOBS).rglob(f"{DAMAGED}*"))
-        if report.problems and not report.registry_id:
-            return report
-        blobs = registry.open_blobs(report.registry_id)
-        if isinstance(blobs, ObjectBlobs):
-            _compare_index(blobs, registry, report)
-        for path, pieces in _blobs_of(report, blobs, "checking", progress):
-            try:
-                for _ in pieces:
-                    pass
-            except MissingBlobError:
-                report.missing.add(path)
-            except DamagedBlobError as cause:
-                report.problems.append(str(cause))
-    return report
-
-
-def _check_file(file: Path, data_dir: Path) -> Report:
-    """Checks a database."""
-    if not file.is_file():
-        raise BackupError(f"there is no registry in {data_dir}: it has no {DATABASE_FILE}")
     report = Report()
-    try:
-        with contextlib.closing(open_file(file)) as database:
-            _check_database(database, report)
-    except sqlite3.Error as cause:
-        report.problems.append(f"the database cannot be read: {cause}")
+    for entry in _shown(_read_registry(place, report), report, progress):
+        for _ in entry.pieces:
+            pass
+    report.damaged_blobs = sum(1 for _ in (place.data_dir / BLOBS).rglob(f"{DAMAGED}*"))
     return report
 
 
-def _compare_index(blobs: ObjectBlobs, registry: RegistryPlace, report: Report) -> None:
-    """Compares the objects with the index of a registry, which servers may change meanwhile."""
-    before = _indexed(registry)
-    blobs.refresh()
-    after = _indexed(registry)
-    report.unindexed = len(blobs.listed.keys() - before.keys() - after.keys())
-    report.without_object = sum(before.get(key) == after[key] == STORED and key not in blobs.listed for key in after)
-
-
-def _indexed(registry: RegistryPlace) -> dict[str, str]:
-    """Returns the state of each object in the index."""
-    if registry.url:
-        with _postgres_errors(registry.url):
-            from gradrule_server.registry.postgres_database import PostgresDatabase
-
-            with (
-                contextlib.closing(PostgresDatabase(registry.url, is_read_only=True)) as database,
-                database.read() as connection,
-            ):
-                return object_states(connection)
-    engine = create_engine("sqlite://", creator=lambda: open_file(registry.data_dir / DATABASE_FILE))
-    try:
-        with engine.connect() as connection:
-            return object_states(connection)
-    finally:
-        engine.dispose()
-
-
-def backup(
-    data_dir: Path, to: Path, url: str = "", blobs_url: str = "", *, progress: Progress = _show_nothing
-) -> Report:
-    """Backs up a registry to a new folder, also while a server uses it; see `RegistryPlace`. Raises `BackupError`."""
+def backup(place: RegistryPlace, to: Path, *, progress: Progress = _show_nothing) -> Report:
+    """Writes a backup of a registry to a new file, also while a server uses it. Raises `BackupError`."""
     if to.exists():
-        raise BackupError(f"{to} exists already; name a folder that does not exist")
-    registry = RegistryPlace(data_dir, url, blobs_url)
+        raise BackupError(f"{to} exists already; name a file that does not exist")
+    report = Report()
     unfinished = to.with_name(f".{to.name}.unfinished")
     with _errors("the backup cannot be written"):
         to.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(_ATTEMPTS):
-            if unfinished.exists():
-                shutil.rmtree(unfinished)
-            unfinished.mkdir(mode=0o700)
-            progress("copying the database")
-            report = _copy_database(registry, unfinished / DATABASE_FILE)
-            try:
-                _copy_blobs(registry, FolderBlobs(unfinished / BLOBS), report, progress)
-            except _ChangedError:
-                continue
-            manifest = {
-                "format": _FORMAT,
-                "schema_version": report.schema_version,
-                "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "database_sha256": file_sha256(unfinished / DATABASE_FILE),
-                "missing": sorted(report.missing),
-            }
-            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
-            sync_to_disk(unfinished / MANIFEST)
+        unfinished.unlink(missing_ok=True)
+        unfinished.touch(0o600)
+        try:
+            with tarfile.open(unfinished, "w", format=tarfile.PAX_FORMAT) as archive:
+                for entry in _with_digest(_shown(_read_registry(place, report), report, progress)):
+                    _write_member(archive, entry)
+            _refuse_problems(report, f"the registry in {place}")
             sync_to_disk(unfinished)
             unfinished.rename(to)
-            sync_to_disk(to.parent)
-            return report
-    raise _changed(registry)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        sync_to_disk(to.parent)
+    return report
 
 
-def restore(
-    folder: Path, data_dir: Path, url: str = "", blobs_url: str = "", *, progress: Progress = _show_nothing
-) -> Report:
-    """Restores a backup, and migrates it; see `RegistryPlace`. Raises `BackupError`.
+def restore(file: Path, target: RegistryPlace, *, progress: Progress = _show_nothing) -> Report:
+    """Restores a backup to a place without a registry, or with an empty one in PostgreSQL. Raises `BackupError`.
 
-    There must be no database in the data folder, or no rule and no program in the database in PostgreSQL. The registry
-    keeps its id, so an object store must be its own, or new; servers enter the objects into their index.
+    The registry keeps its id, so an object store must be its own, or new.
+
+    Args:
+        file: The backup; also the folder of one of releases that wrote folders.
+        target: Where to restore it.
+        progress: Gets what is done now.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-    except (OSError, ValueError) as cause:
-        raise BackupError(f"{folder} is no backup: its {MANIFEST} cannot be read: {cause}") from cause
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise BackupError(f"{folder} was created by a release whose backups this release cannot read")
-    database_file = folder / DATABASE_FILE
-    if not database_file.is_file() or manifest.get("database_sha256") != file_sha256(database_file):
-        raise BackupError(f"{folder} is damaged: the SHA-256 of its {DATABASE_FILE} differs from {MANIFEST}")
-    leftovers = find_logs(folder / DATABASE_FILE)
-    if leftovers:
-        raise BackupError(
-            f"{folder} was changed after the backup: SQLite would apply {_names(leftovers)} to the restored database"
-        )
-    report = check(folder, progress=progress)
-    # Accept missing blobs that were missing when the backup was made.
-    lost = report.missing - set(manifest.get("missing", ()))
-    if report.problems or lost:
-        problems = [*report.problems, *(f"the blob {path} is missing" for path in sorted(lost))]
-        raise BackupError(f"{folder} is damaged: {'; '.join(problems)}")
-    target = RegistryPlace(data_dir, url, blobs_url)
-    _install(folder / DATABASE_FILE, report, RegistryPlace(folder), target, progress)
+    if file.is_dir():
+        return copy_registry(RegistryPlace(file), target, progress=progress)
+    report = Report()
+    with _errors(f"{file} is no backup, or it is damaged"), tarfile.open(file, "r:") as archive:
+        _install(_shown(_read_archive(archive, file, report), report, progress), target)
     return report
 
 
 def copy_registry(source: RegistryPlace, target: RegistryPlace, *, progress: Progress = _show_nothing) -> Report:
-    """Copies a registry with its blobs to an empty one, and verifies the copy; see `restore`. Raises `BackupError`."""
-    for _ in range(_ATTEMPTS):
-        with tempfile.TemporaryDirectory(prefix="gradrule-copy-") as made:
-            file = Path(made) / DATABASE_FILE
-            progress("reading the database")
-            with _errors("the copy cannot be written"):
-                report = _copy_database(source, file)
-            try:
-                _install(file, report, source, target, progress)
-            except _ChangedError:
-                continue
-            progress("comparing the copy with the registry")
-            copied = target.data_dir / DATABASE_FILE
-            if target.url:
-                copied = Path(made) / "copied"
-                _export(target.url, copied)
-            with _migrated(file, Path(made)) as database:
-                if content_digest(copied) != content_digest(database):
-                    raise BackupError(
-                        "the copy differs from the registry, because a server has changed it already; compare them, or "
-                        "copy again to an empty one"
-                    )
-        return report
-    raise _changed(source)
+    """Copies a registry with its blobs to an empty one; see `restore`. Raises `BackupError`."""
+    report = Report()
+
+    def entries() -> Iterator[_Entry]:
+        yield from _shown(_read_registry(source, report), report, progress)
+        _refuse_problems(report, f"the registry in {source}")
+
+    _install(entries(), target)
+    return report
 
 
-def _install(file: Path, report: Report, source: RegistryPlace, target: RegistryPlace, progress: Progress) -> None:
-    """Copies the blobs of `source`, and then a database of any version, to an empty registry.
-
-    `source`: Where the blobs are.
-
-    Raises:
-        _ChangedError: See `_copy_blobs`; there is no registry yet.
-    """
-    data_dir = target.data_dir
-    with _errors(f"{target} cannot be written"):
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(data_dir), _migrated(file, data_dir) as database:
-            if target.url:
-                _prepare(target.url)
-            else:
-                _check_empty(data_dir)
-            with contextlib.closing(open_file(database)) as opened:
-                registry_id = _meta(opened, "registry_id")
-            blobs = target.open_blobs(registry_id, is_target=True)
-            blobs.refresh()
-            _copy_blobs(source, blobs, report, progress)
-            progress("writing the database")
-            if target.url:
-                report.left_out = _import(database, target.url)
-                return
-            # Remove the marker, which may belong to another registry; the server creates it again.
-            (data_dir / MARKER).unlink(missing_ok=True)
-            # Copy the database last: a folder without a database is not a registry.
-            copy_database(database, data_dir / DATABASE_FILE)
-
-
-def _export(url: str, file: Path) -> None:
-    with _postgres_errors(url):
-        from gradrule_server.registry.postgres_copy import export_registry
-
-        export_registry(url, file)
-
-
-def _import(file: Path, url: str) -> list[str]:
-    with _postgres_errors(url):
-        from gradrule_server.registry.postgres_copy import import_registry
-
-        return import_registry(file, url)
-
-
-def _prepare(url: str) -> None:
-    with _postgres_errors(url):
-        from gradrule_server.registry.postgres_copy import prepare_import
-
-        prepare_import(url)
-
-
-def create_empty_postgres_registry(url: str) -> str:
-    """Creates an empty registry in PostgreSQL; returns the schema that holds the old tables. Raises `BackupError`."""
-    with _postgres_errors(url):
-        from gradrule_server.registry.postgres_copy import new_registry
-
-        return new_registry(url)
-
-
-@contextlib.contextmanager
-def _postgres_errors(url: str) -> Iterator[None]:
-    """Raises `BackupError` in place of errors of a database in PostgreSQL."""
-    try:
-        # For its error if the driver is not installed.
-        import_postgres()
-        yield
-    except (StoreError, GradruleError) as cause:
-        message = cause.message if isinstance(cause, GradruleError) else str(cause)
-        raise BackupError(message if describe_url(url) in message else f"{describe_url(url)}: {message}") from cause
-    except SQLAlchemyError as cause:
-        raise BackupError(f"the copy of {describe_url(url)} cannot be written: {type(cause).__name__}") from cause
+def delete_unneeded_blobs(place: RegistryPlace, grace_s: float) -> tuple[int, int]:
+    """Deletes objects of blobs that no program needs, see `collect`. Raises `BackupError`."""
+    if not place.blobs_url:
+        raise BackupError("blobs in a data directory are removed by its server; name an object store with --blobs")
+    with _errors("the registry cannot be read"), _opened(place) as store:
+        objects = open_object_store(place.blobs_url)
+        usage = BlobUsage(store.database, BlobAmount(sys.maxsize, sys.maxsize))
+        return collect(objects, usage, NeededBlobs(store), grace_s)
 
 
 def create_empty_registry(data_dir: Path) -> list[Path]:
@@ -386,178 +211,371 @@ def create_empty_registry(data_dir: Path) -> list[Path]:
     Blobs stay, because they are found by their hashes. Raises `BackupError`.
     """
     database = data_dir / DATABASE_FILE
-    try:
+    with _errors(f"{data_dir} cannot be written"):
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(data_dir):
             now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
             renamed = add_suffix([*find_logs(database), database, data_dir / MARKER], f".until-{now}")
         Store(data_dir, is_new=True).close()
-    except (OSError, StoreError) as cause:
-        raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
     return renamed
 
 
-def _check_empty(data_dir: Path) -> None:
-    """Raises `BackupError` if a data folder holds a database, or logs that SQLite would apply to a new database."""
-    database = data_dir / DATABASE_FILE
-    if database.exists() and database.stat().st_size:
-        raise BackupError(f"{data_dir} has a registry already; move its {DATABASE_FILE}* files and {BLOBS} away")
-    leftovers = find_logs(data_dir / DATABASE_FILE)
-    if leftovers:
-        raise BackupError(
-            f"{data_dir} has no {DATABASE_FILE}, but {_names(leftovers)} of an earlier one, which SQLite would apply "
-            f"to the new database; move {'it' if len(leftovers) == 1 else 'them'} away"
-        )
+def _read_registry(place: RegistryPlace, report: Report) -> Iterator[_Entry]:
+    """Yields the content of a registry as entries, and adds what it finds to a report."""
+    with _errors("the registry cannot be read"):
+        with _opened_snapshot(place) as store:
+            yield from _read_rows(store, report)
+            registry_id = store.registry_id()
+        objects = _open_objects(place, registry_id)
+        for tenant, name in sorted(report.blobs):
+            yield from _read_blob(place, objects, tenant, name, report)
 
 
-@contextlib.contextmanager
-def _migrated(database: Path, folder: Path) -> Iterator[Path]:
-    """Returns the path of a database of the current version: the database itself, or a migrated temporary copy."""
-    with contextlib.closing(open_file(database)) as opened:
-        if _meta(opened, "schema_version") == str(SCHEMA_VERSION):
-            yield database
-            return
-    with tempfile.TemporaryDirectory(prefix=".restore-", dir=folder) as made:
-        copy_database(database, Path(made) / DATABASE_FILE)
-        Store(Path(made)).close()
-        yield Path(made) / DATABASE_FILE
+def _read_rows(store: Store, report: Report) -> Iterator[_Entry]:
+    yield _message(_ID, store.registry_id().encode())
+    for tenant in store.tenants():
+        if tenant.isprintable():
+            yield from _read_rules(store, tenant, report)
+            yield from _read_programs(store, tenant, report)
+        else:
+            report.unreadable.append(f"the rules and programs of tenant {tenant!r} cannot be read: no valid name")
 
 
-def _copy_database(registry: RegistryPlace, to: Path) -> Report:
-    """Copies the database of a registry, without derived tables, and checks the copy."""
-    if registry.url:
-        _export(registry.url, to)
-    else:
-        if not (registry.data_dir / DATABASE_FILE).is_file():
-            raise BackupError(f"there is no registry in {registry.data_dir}: it has no {DATABASE_FILE}")
-        try:
-            copy_database(registry.data_dir / DATABASE_FILE, to)
-            with contextlib.closing(open_file(to)) as database:
-                # Servers fill the index of an object store again, from the objects of the store that they use.
-                drop_index(database)
-        except sqlite3.Error as cause:
-            raise BackupError(f"the database in {registry.data_dir} cannot be read: {cause}") from cause
-    report = _check_file(to, registry.data_dir)
-    if report.problems:
-        raise BackupError(f"the registry in {registry} is damaged: {'; '.join(report.problems)}")
-    return report
-
-
-def _blobs_of(report: Report, blobs: BlobPlace, what: str, progress: Progress) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yields path and content of each blob in a report, and shows the progress. `what`: what is done with them."""
-    number, done_bytes, shown_at = 0, 0, 0.0
-
-    def pieces(path: str) -> Iterator[bytes]:
-        nonlocal done_bytes
-        for piece in checked(path, blobs.pieces(path)):
-            yield piece
-            done_bytes += len(piece)
-            show()
-
-    def show() -> None:
-        nonlocal shown_at
-        if (now := time.monotonic()) - shown_at >= _SHOW_EVERY_S:
-            shown_at = now
-            progress(f"{what} blob {number} of {len(report.blobs)}, {done_bytes / 1e6:.0f} MB done")
-
-    for path in sorted(report.blobs):
-        number += 1
-        show()
-        yield path, pieces(path)
-
-
-def _copy_blobs(source: RegistryPlace, to: BlobPlace, report: Report, progress: Progress) -> None:
-    """Copies the blobs that the programs in a report need, and adds the missing ones to the report.
-
-    Raises:
-        _ChangedError: Some are missing because their programs were deleted after the database was copied.
-    """
-    blobs = source.open_blobs(report.registry_id)
-    blobs.refresh()
-    missing = set()
-    for path, pieces in _blobs_of(report, blobs, "copying", progress):
-        try:
-            to.put(path, pieces)
-        except MissingBlobError:
-            missing.add(path)
-        except DamagedBlobError as cause:
-            raise BackupError(f"{cause}; remove it, and clients will upload it again") from cause
-    if missing:
-        with tempfile.TemporaryDirectory(prefix="gradrule-check-") as made:
-            if not missing <= _copy_database(source, Path(made) / DATABASE_FILE).blobs:
-                raise _ChangedError
-    report.missing = missing
-
-
-def _check_database(database: sqlite3.Connection, report: Report) -> None:
-    for (text,) in database.execute("PRAGMA integrity_check(5)"):
-        if text != "ok":
-            report.problems.append(f"the database is damaged: {text}")
-    if report.problems:
-        return
-    for table, *_ in database.execute("PRAGMA foreign_key_check"):
-        report.problems.append(f"a row of {table} refers to a missing row")
-    report.registry_id = _meta(database, "registry_id")
-    version = _meta(database, "schema_version")
-    if not add_current_views(database, version):
-        report.problems.append(
-            f"the schema version is {version or 'unknown'}, which this release cannot read; use the release that "
-            "wrote it"
-        )
-        return
-    report.schema_version = int(version)
-    for tenant, digest, content in database.execute("SELECT tenant, digest, content FROM blobs"):
-        if not isinstance(content, bytes) or hashlib.sha256(content).hexdigest() != digest:
-            query = "SELECT id FROM programs WHERE tenant = ? AND graph_digest = ?"
-            used = ", ".join(repr(program_id) for (program_id,) in database.execute(query, (tenant, digest)))
-            report.problems.append(
-                f"the graph {digest} is damaged; delete the programs {used} of tenant {tenant!r}, which use it"
-            )
-    for tenant, *row in database.execute("SELECT tenant, name, definition, description, create_time_us FROM rules"):
+def _read_rules(store: Store, tenant: str, report: Report) -> Iterator[_Entry]:
+    for row in store.iterate_rules(tenant):
         report.tenants.add(tenant)
         report.rules += 1
         try:
-            read_rule(RuleRow(*row))
-        except UnreadableRowError as cause:
-            report.unreadable.append(f"the rule {row[0]!r} of tenant {tenant!r} cannot be read: {cause}")
-    for tenant, program_id, spec, summary in database.execute("SELECT tenant, id, spec, summary FROM programs"):
+            read_rule(row)
+            definition = rule_pb2.RuleDefinition.FromString(row.definition)
+            rule = rule_pb2.Rule(name=row.name, definition=definition, description=row.description)
+            rule.create_time.FromMicroseconds(row.create_time_us)
+        except (UnreadableRowError, TypeError, ValueError) as cause:
+            report.unreadable.append(f"the rule {row.name!r} of tenant {tenant!r} cannot be read: {cause}")
+        else:
+            yield _message(_path(_RULES, tenant, row.name), rule.SerializeToString())
+
+
+def _read_programs(store: Store, tenant: str, report: Report) -> Iterator[_Entry]:
+    written, damaged = "", set()
+    for program_id, identity, digest in store.program_keys(tenant):
         report.tenants.add(tenant)
         report.programs += 1
+        row = store.program(program_id, tenant)
         try:
-            read_summary(summary)
-            needed = variable_blobs(read_spec(tenant, program_id, spec))
+            content = store.program_content(program_id, identity, tenant)
+        except UnreadableRowError as cause:
+            if digest not in damaged:
+                damaged.add(digest)
+                what = f"{cause}; delete the program {program_id!r} of tenant {tenant!r} and others with this graph"
+                report.problems.append(f"the graph {digest} is damaged: {what}")
+            continue
+        assert row is not None
+        assert content is not None
+        try:
+            read_summary(row.summary)
+            spec = read_spec(tenant, program_id, content.spec)
+            needed = variable_blobs(spec)
             # Names become paths.
             if not all(BLOB_NAME.fullmatch(name) for name in needed):
                 raise UnreadableRowError("it names a blob that is no SHA-256")
         except UnreadableRowError as cause:
             report.unreadable.append(f"the program {program_id!r} of tenant {tenant!r} cannot be read: {cause}")
-        else:
-            folder = folder_name(tenant)
-            report.blobs.update(f"{folder}/{name}" if folder else name for name in needed)
+            continue
+        report.blobs.update((tenant, name) for name in needed)
+        if digest != written:
+            written = digest
+            yield _message(_path(_GRAPHS, tenant, digest), content.graph)
+        spec.graph.blob_sha256 = digest
+        yield _message(_path(_PROGRAMS, tenant, program_id, "spec"), spec.SerializeToString())
+        yield _message(_path(_PROGRAMS, tenant, program_id, "rules"), content.snapshot)
+        yield _message(_path(_PROGRAMS, tenant, program_id, "identity"), identity.encode())
+        yield _message(_path(_PROGRAMS, tenant, program_id, "program"), row.summary)
 
 
-def _meta(database: sqlite3.Connection, key: str) -> str:
-    """Returns a value of the table `meta`; empty if there is none."""
-    row = database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return row[0] if row else ""
+def _read_blob(
+    place: RegistryPlace, objects: ObjectStore | None, tenant: str, name: str, report: Report
+) -> Iterator[_Entry]:
+    """Yields a blob, unless it is missing; its bytes are verified."""
+    folder = folder_name(tenant)
+    file = None
+    if objects is None:
+        try:
+            file = (place.data_dir / BLOBS / folder / name).open("rb")
+        except FileNotFoundError:
+            report.missing.add((tenant, name))
+            return
+        size = os.fstat(file.fileno()).st_size
+        pieces = _chunks(file)
+    else:
+        key = object_key(folder, name)
+        item = objects.find([key]).get(key)
+        if item is None:
+            report.missing.add((tenant, name))
+            return
+        size = item.size
+        pieces = read_object(objects, key, size)
+
+    def verified() -> Iterator[bytes]:
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(piece)
+            yield piece
+        if digest.hexdigest() != name:
+            report.problems.append(f"the blob {name} of tenant {tenant!r} is damaged: its bytes have another SHA-256")
+
+    with file or contextlib.nullcontext():
+        yield _Entry(_path(_BLOBS, tenant, name), size, verified())
 
 
-def _names(paths: Sequence[Path]) -> str:
-    return " and ".join(path.name for path in paths)
+def _read_archive(archive: tarfile.TarFile, file: Path, report: Report) -> Iterator[_Entry]:
+    """Yields the entries of an archive, and counts them. Raises `BackupError` if it is incomplete or damaged."""
+    digest = hashlib.sha256()
+    for member in archive:
+        opened = archive.extractfile(member)
+        if opened is None:
+            break
+        if member.name == _END:
+            if opened.read().decode(errors="replace") != digest.hexdigest():
+                break
+            return
+        digest.update(f"{member.name}\0{member.size}\0".encode())
+        _count(member.name, report)
+        yield _Entry(member.name, member.size, _hashed(_chunks(opened), digest))
+    raise BackupError(f"{file} is no backup, or it is damaged or incomplete: it does not have the SHA-256 at its end")
 
 
-def _changed(registry: RegistryPlace) -> BackupError:
-    return BackupError(f"programs were created and deleted in {registry} during each attempt; try again")
+def _count(name: str, report: Report) -> None:
+    kind, *parts = name.split("/")
+    if len(parts) > 1:
+        report.tenants.add(unquote(parts[0]))
+    report.rules += kind == _RULES
+    report.programs += kind == _PROGRAMS and parts[-1] == "program"
+    if kind == _BLOBS:
+        report.blobs.add((unquote(parts[0]), parts[1]))
+
+
+def _with_digest(entries: Iterable[_Entry]) -> Iterator[_Entry]:
+    """Yields the entries, and at the end one with the SHA-256 of all."""
+    digest = hashlib.sha256()
+    for entry in entries:
+        digest.update(f"{entry.name}\0{entry.size}\0".encode())
+        yield entry._replace(pieces=_hashed(entry.pieces, digest))
+    yield _message(_END, digest.hexdigest().encode())
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def _hashed(pieces: Iterable[bytes], digest: hashlib._Hash) -> Iterator[bytes]:
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
+
+
+def _write_member(archive: tarfile.TarFile, entry: _Entry) -> None:
+    member = tarfile.TarInfo(entry.name)
+    member.size, member.mtime, member.mode = entry.size, int(time.time()), 0o600
+    pieces = iter(entry.pieces)
+    archive.addfile(member, io.BufferedReader(_Pieces(pieces), _CHUNK_BYTES))
+    # Blobs are verified after their last piece.
+    for _ in pieces:
+        pass
+
+
+class _Pieces(io.RawIOBase):
+    """Reads pieces as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest and (piece := next(self._pieces, None)) is not None:
+            self._rest = piece
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def _install(entries: Iterable[_Entry], target: RegistryPlace) -> None:
+    """Writes entries to an empty registry: blobs as they come, then rules and programs, all or none."""
+    data_dir = target.data_dir
+    with _errors(f"{target} cannot be written"):
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(data_dir), tempfile.TemporaryDirectory(prefix=".restore-", dir=data_dir) as made:
+            _check_empty(target)
+            with contextlib.closing(Store(Path(made))) as staged:
+                _add(entries, staged, target)
+                if target.url:
+                    with _opened(target) as store, store.exclusively():
+                        _check_unused(store, target)
+                        _add(_read_rows(staged, Report()), store, target)
+            if not target.url:
+                # Remove the marker, which may belong to another registry; the server creates it again.
+                (data_dir / MARKER).unlink(missing_ok=True)
+                # Copy the database last: a folder without a database is not a registry.
+                copy_database(Path(made) / DATABASE_FILE, data_dir / DATABASE_FILE)
+
+
+def _add(entries: Iterable[_Entry], store: Store, target: RegistryPlace) -> None:
+    """Adds entries to an empty registry. `target`: where blobs are put."""
+    objects: ObjectStore | None = None
+    files = None if target.blobs_url else BlobStore(target.data_dir / BLOBS, sys.maxsize)
+    graph, parts = b"", dict[str, bytes]()
+    for entry in entries:
+        kind, *path = map(unquote, entry.name.split("/"))
+        if kind == _BLOBS:
+            if files is not None:
+                _put_file(files.for_tenant(path[0]), path[1], entry.pieces)
+            else:
+                assert objects is not None
+                _put_object(objects, object_key(folder_name(path[0]), path[1]), entry.pieces)
+            continue
+        data = b"".join(entry.pieces)
+        if kind == _ID:
+            with store.database.write() as connection:
+                write_meta(connection, "registry_id", data.decode())
+            if target.blobs_url:
+                objects = open_object_store(target.blobs_url)
+                claim(objects, data.decode())
+        elif kind == _RULES:
+            rule = rule_pb2.Rule.FromString(data)
+            definition = rule.definition.SerializeToString(deterministic=True)
+            store.add_rule(RuleRow(path[1], definition, rule.description, rule.create_time.ToMicroseconds()), path[0])
+        elif kind == _GRAPHS:
+            graph = data
+        elif kind == _PROGRAMS:
+            parts[path[2]] = data
+            if path[2] == "program":
+                spec = program_pb2.ProgramSpec.FromString(parts["spec"])
+                spec.ClearField("graph")
+                created = program_pb2.Program.FromString(data).create_time.ToMicroseconds()
+                row = ProgramRow(path[1], parts["identity"].decode(), data, created)
+                content = ProgramContent(spec.SerializeToString(deterministic=True), graph, parts["rules"])
+                store.add_program(row, content, path[0])
+
+
+def _put_file(blobs: BlobStore, name: str, pieces: Iterable[bytes]) -> None:
+    upload = blobs.upload(name)
+    try:
+        for piece in pieces:
+            upload.write(piece)
+        upload.finish()
+    finally:
+        upload.close()
+
+
+def _put_object(objects: ObjectStore, key: str, pieces: Iterable[bytes]) -> None:
+    with tempfile.NamedTemporaryFile(prefix="gradrule-blob-") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        objects.put(key, Path(file.name))
+
+
+@contextlib.contextmanager
+def _opened(place: RegistryPlace, *, is_read_only: bool = False) -> Iterator[Store]:
+    """Opens a registry. Only one in PostgreSQL may be in use by servers."""
+    database: Database
+    if place.url:
+        import_postgres()
+        from gradrule_server.registry.postgres_database import PostgresDatabase
+
+        database = PostgresDatabase(place.url, is_read_only=is_read_only)
+    else:
+        database = open_database("", place.data_dir)
+    with contextlib.closing(Store(database)) as store:
+        yield store
+
+
+@contextlib.contextmanager
+def _opened_snapshot(place: RegistryPlace) -> Iterator[Store]:
+    """Opens the state of a registry at this moment, which servers may use meanwhile."""
+    if place.url:
+        with _opened(place, is_read_only=True) as store, store.database.snapshot():
+            yield store
+        return
+    file = place.data_dir / DATABASE_FILE
+    if not file.is_file():
+        raise BackupError(f"there is no registry in {place.data_dir}: it has no {DATABASE_FILE}")
+    with tempfile.TemporaryDirectory(prefix="gradrule-registry-") as made:
+        copy_database(file, Path(made) / DATABASE_FILE)
+        with contextlib.closing(Store(Path(made))) as store:
+            yield store
+
+
+def _open_objects(place: RegistryPlace, registry_id: str) -> ObjectStore | None:
+    if not place.blobs_url:
+        return None
+    objects = open_object_store(place.blobs_url)
+    check_owner(objects, registry_id)
+    return objects
+
+
+def _check_empty(target: RegistryPlace) -> None:
+    """Raises `BackupError` if a registry is there, or logs that SQLite would apply to a new database."""
+    if target.url:
+        with _opened(target) as store:
+            _check_unused(store, target)
+        return
+    database = target.data_dir / DATABASE_FILE
+    if database.exists() and database.stat().st_size:
+        raise BackupError(f"{target} has a registry already; move its {DATABASE_FILE}* files and {BLOBS} away")
+    if leftovers := find_logs(database):
+        raise BackupError(
+            f"{target} has no {DATABASE_FILE}, but {' and '.join(path.name for path in leftovers)} of an earlier one, "
+            "which SQLite would apply to the new database; move them away"
+        )
+
+
+def _check_unused(store: Store, target: RegistryPlace) -> None:
+    total = store.total_usage()
+    if total.rules or total.programs:
+        raise BackupError(f"{target} has rules or programs already; name an empty database")
+
+
+def _refuse_problems(report: Report, what: str) -> None:
+    if report.problems:
+        raise BackupError(f"{what} is damaged: {'; '.join(report.problems)}")
+
+
+def _message(name: str, data: bytes) -> _Entry:
+    return _Entry(name, len(data), (data,))
+
+
+def _path(kind: str, *parts: str) -> str:
+    return "/".join((kind, *(quote(part, safe="") for part in parts)))
+
+
+def _shown(entries: Iterable[_Entry], report: Report, progress: Progress) -> Iterator[_Entry]:
+    """Yields the entries, and shows the progress."""
+    done_bytes, shown_at = 0, 0.0
+    for entry in entries:
+        if (now := time.monotonic()) - shown_at >= _SHOW_EVERY_S:
+            shown_at = now
+            progress(f"{entry.name.partition('/')[0]}: {report}, {done_bytes / 1e6:.0f} MB done")
+        yield entry
+        done_bytes += entry.size
 
 
 @contextlib.contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """Raises `BackupError` in place of errors of files and object stores. `what`: what failed where a file did."""
+    """Raises `BackupError` in place of errors of files, databases and object stores. `what`: what failed."""
     try:
         yield
     except (StoreError, ObjectStoreError) as cause:
         raise BackupError(str(cause)) from cause
-    except (OSError, sqlite3.Error) as cause:
+    except GradruleError as cause:
+        raise BackupError(f"{what}: {cause.message}") from cause
+    except SQLAlchemyError as cause:
+        raise BackupError(f"{what}: {type(cause).__name__}") from cause
+    except (OSError, sqlite3.Error, tarfile.TarError) as cause:
         raise BackupError(f"{what}: {cause}") from cause
 
 

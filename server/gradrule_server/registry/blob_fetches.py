@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gradrule_server.concurrency import TenantSlots, run_in_own_thread
-from gradrule_server.registry.stored_blobs import BlobKey
+from gradrule_server.registry.blob_index import BlobKey
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,9 @@ CACHE_SETTING = "--blob-cache-bytes"
 
 _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 _STAT_BLOCK = 512
+
+BlobKey = tuple[str, str]
+"""A tenant's folder and the name of a blob."""
 
 FileStamp = tuple[int, int, int]
 """Identifies the content of a file: inode, size, time of the last change."""
@@ -77,17 +81,20 @@ class TenantBlobs:
     used: BlobAmount = field(default_factory=BlobAmount)
     limit: BlobAmount | None = None
 
-    def next_removable(self) -> str | None:
-        """Returns the least recently used blob that is not pinned; None if there is none."""
-        return next((name for name in self.files if name not in self.pins), None)
+    def next_removable(self, needed: Collection[str]) -> str | None:
+        """Returns the least recently used blob that is neither pinned nor `needed`; None if there is none."""
+        return next((name for name in self.files if name not in self.pins and name not in needed), None)
 
 
 class BlobIndex:
     """The blobs of all tenants, by the name of the tenant's folder. Callers hold `lock` during each method."""
 
-    def __init__(self, folder: Path, limit: BlobAmount, bytes_setting: str = "--max-blob-bytes") -> None:
+    def __init__(
+        self, folder: Path, limit: BlobAmount, bytes_setting: str, needed: Callable[[], Collection[BlobKey]]
+    ) -> None:
         self.folder = folder
         self.limit = limit
+        self._needed = needed
         self.bytes_setting = bytes_setting
         """The setting that limits the bytes of all tenants."""
         self.lock = threading.Lock()
@@ -106,13 +113,22 @@ class BlobIndex:
         """Reserves an amount for a tenant; removes unused blobs if the reservation exceeds a limit.
 
         Raises:
-            GradruleError: QUOTA_EXCEEDED, if all blobs are pinned.
+            GradruleError: QUOTA_EXCEEDED, if all blobs are pinned, or programs need them.
         """
         own = self.tenant(folder)
         limit = self.limit
         if own.limit is not None:
             limit = BlobAmount(min(own.limit.size, limit.size), min(own.limit.count, limit.count))
-        while own.used.plus(size, count).exceeds(limit) and (removable := own.next_removable()) is not None:
+        needed: dict[str, set[str]] = {}
+        if own.used.plus(size, count).exceeds(limit) or self.used.plus(size, count).exceeds(self.limit):
+            # With the lock: a program that is stored meanwhile has its blobs pinned.
+            for place, name in self._needed():
+                needed.setdefault(place, set()).add(name)
+
+        def next_removable(place: str) -> str | None:
+            return self.tenant(place).next_removable(needed.get(place, ()))
+
+        while own.used.plus(size, count).exceeds(limit) and (removable := next_removable(folder)) is not None:
             self.remove(folder, removable)
         wanted = own.used.plus(size, count)
         if wanted.exceeds(limit):
@@ -123,12 +139,12 @@ class BlobIndex:
             candidates = [
                 (item.used.count if by_count else item.used.size, name)
                 for name, item in self.tenants.items()
-                if item.next_removable() is not None
+                if next_removable(name) is not None
             ]
             if not candidates:
                 raise quota_exceeded("the server keeps", wanted, self.limit, self.limit, self.bytes_setting)
             _, largest = max(candidates)
-            self.remove(largest, self.tenant(largest).next_removable() or "")
+            self.remove(largest, next_removable(largest) or "")
         self.adjust(folder, size, count)
 
     def adjust(self, folder: str, size: int, count: int) -> None:
@@ -181,6 +197,7 @@ def quota_exceeded(
     limit: BlobAmount,
     server_limit: BlobAmount,
     bytes_setting: str = "--max-blob-bytes",
+    remedy: str = "delete programs",
 ) -> GradruleError:
     """Returns QUOTA_EXCEEDED, which names the setting of the limit.
 
@@ -190,6 +207,7 @@ def quota_exceeded(
         limit: The limit that it exceeds.
         server_limit: The limit of all tenants.
         bytes_setting: The setting that limits the bytes of all tenants.
+        remedy: What makes room.
     """
     if wanted.count > limit.count:
         setting = "--max-blobs" if limit.count == server_limit.count else "--tenant-blobs"
@@ -205,6 +223,5 @@ def quota_exceeded(
         )
     return error(
         errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-        f"{who} at most {bound}, and all of them are in use; delete programs, or start the server with a larger "
-        f"{setting}",
+        f"{who} at most {bound}, and all of them are in use; {remedy}, or start the server with a larger {setting}",
     )

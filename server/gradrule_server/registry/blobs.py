@@ -19,12 +19,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
-
-from sqlalchemy import Connection
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
@@ -34,6 +32,7 @@ from gradrule_server.registry.blob_index import (
     BlobAmount,
     BlobFile,
     BlobIndex,
+    BlobKey,
     FileStamp,
     disk_bytes,
     file_stamp,
@@ -91,15 +90,22 @@ class BlobStore:
         capacity: Bytes that the blobs of all tenants may take on the disk.
         count: Number of blobs that all tenants may have.
         bytes_setting: The setting of `capacity`.
+        needed: Returns folder and name of the blobs that stored programs need, which are not removed.
     """
 
     is_shared = False
     """Whether other servers store and remove blobs too."""
 
     def __init__(
-        self, folder: Path, capacity: int, count: int = sys.maxsize, *, bytes_setting: str = "--max-blob-bytes"
+        self,
+        folder: Path,
+        capacity: int,
+        count: int = sys.maxsize,
+        *,
+        bytes_setting: str = "--max-blob-bytes",
+        needed: Callable[[], Collection[BlobKey]] = tuple,
     ) -> None:
-        self._index = BlobIndex(folder, BlobAmount(capacity, count), bytes_setting)
+        self._index = BlobIndex(folder, BlobAmount(capacity, count), bytes_setting, needed)
         self._own = self._index.tenant("")
         self._folder = folder
         self.folder_name = ""
@@ -270,21 +276,8 @@ class BlobStore:
         missing = set(self.missing(names))
         return [-1 if name in missing else self.size(name) for name in names]
 
-    def record_need(self, connection: Connection, tenant: str, program_id: str, names: Sequence[str]) -> None:
-        """Records for other servers which blobs a program needs, in the transaction that stores the program.
-
-        Raises:
-            GradruleError: BLOB_NOT_FOUND, if a blob was removed meanwhile.
-        """
-
-    def record_needs(self, wanted: Iterable[tuple[str, str, Sequence[str]]]) -> None:
-        """Records which blobs stored programs need, if that is not recorded yet: tenant, program id, blobs."""
-
-    def follow_restore(self, wanted: Iterable[tuple[str, str, Sequence[str]]]) -> None:
-        """Notes that all programs were replaced; `maintain` looks for their blobs, and records what they need."""
-
     def maintain(self) -> None:
-        """Shares with other servers what has changed, and deletes what they have left; called every few seconds."""
+        """Applies what other servers have changed; called every few seconds."""
 
     @contextlib.contextmanager
     def pinned(self, names: Iterable[str]) -> Iterator[None]:

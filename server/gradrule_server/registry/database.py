@@ -1,18 +1,17 @@
 """Defines what a registry needs of its database, and opens one: SQLite in the data folder, or PostgreSQL.
 
-Several servers may use one PostgreSQL database. Each keeps names and rules in memory; a log of changes in the database
-tells it what others have written (see `change_log`).
+Several servers may use one PostgreSQL database. Each keeps rules in memory, and sees by the revisions in `tenant_usage`
+that another server has changed them.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 from sqlalchemy import Connection
 
@@ -25,41 +24,6 @@ LARGE_BYTES = 1 << 20
 
 # How long a server that starts waits for a database that starts too.
 _START_WAIT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A rule or program that was added or removed.
-
-    Attributes:
-        kind: What it is.
-        tenant: Its tenant.
-        name: Its name or id.
-        count: 1 if it was added, -1 if it was removed, 0 if it was replaced.
-        size: Bytes that it added to the tenant's rules and programs; negative: that it freed.
-    """
-
-    kind: Literal["rule", "program"]
-    tenant: str
-    name: str
-    count: int
-    size: int
-
-
-class Follower(Protocol):
-    """Keeps what is in memory equal to a database that other servers change.
-
-    Both methods are called while no other change is applied, within a transaction that reads: methods of `Store` then
-    return the state after the changes.
-    """
-
-    def apply(self, changes: Sequence[Change]) -> None:
-        """Applies changes of other servers, in their order."""
-        ...
-
-    def reload(self) -> None:
-        """Reads everything again: the changes are not known."""
-        ...
 
 
 class Database(ABC):
@@ -91,10 +55,25 @@ class Database(ABC):
 
     @abstractmethod
     def write(self) -> AbstractContextManager[Connection]:
-        """Opens a transaction that writes, one at a time; its changes survive once the context ends without an error.
+        """Opens a transaction that writes; its changes survive once the context ends without an error.
 
-        Within `exclusively` it is part of that transaction, which it ends.
+        Within `exclusively` it is a part of that transaction.
         """
+
+    @abstractmethod
+    def lock(self, connection: Connection) -> None:
+        """Waits until no other transaction of `write` has this lock, and holds it until the transaction ends."""
+
+    @abstractmethod
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Lets no other server write while the context decides by what it reads and then writes.
+
+        Does nothing where one server uses the database: its caller's locks suffice.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Lets all reads of the context see one state, also while other servers write."""
 
     def delete(self, work: Callable[[Connection], T]) -> T:
         """Runs a transaction that frees space, also on a full disk where that is possible."""
@@ -107,38 +86,11 @@ class Database(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Called at intervals: applies changes of other servers, and logs why the database cannot be used."""
-
-    @abstractmethod
-    def exclusively(self, work: Callable[[], T], first: Callable[[], None] | None = None) -> T:
-        """Runs `work`, which decides by what is in memory and writes at most once, while no other server writes.
-
-        A database for one server runs `work` only: its caller's locks suffice.
-
-        Args:
-            work: Runs after all changes of other servers were applied. It runs again after a deadlock.
-            first: Runs before, in the same transaction, while other servers may write: for large rows.
-        """
-
-    @abstractmethod
-    def consistently(self, work: Callable[[], T]) -> T:
-        """Runs `work`, which reads: what it reads is the state after the last change that was applied."""
-
-    @abstractmethod
-    def refresh(self) -> None:
-        """Applies all changes that other servers have written before this call."""
-
-    @abstractmethod
-    def follow(self, follower: Follower) -> None:
-        """Sets who applies changes; called within `consistently`."""
+        """Called at intervals: logs why the database cannot be used."""
 
     @abstractmethod
     def time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
         """Gives the statements of a context the time that a row of `size` bytes needs."""
-
-    @abstractmethod
-    def record(self, connection: Connection, change: Change) -> None:
-        """Adds a change to the log, in a transaction of `write`."""
 
 
 def open_database(url: str, folder: Path, *, is_new: bool = False) -> Database:

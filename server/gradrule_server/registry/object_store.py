@@ -1,7 +1,7 @@
 """Stores immutable objects by key, in a folder that several servers share or in an S3 bucket.
 
-An object becomes visible when it is complete. No key is used twice, so a late deletion removes no newer object.
-All methods block, and their time is limited where the object store is reached over a network.
+An object becomes visible when it is complete. All methods block, and their time is limited where the object store is
+reached over a network.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import json
 import os
 import re
 import shutil
-import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from gradrule_server.registry.data_folder import StoreError, sync_to_disk
@@ -25,9 +24,6 @@ MARKER = "gradrule.registry"
 
 _PARTIAL = ".upload-"
 _PIECE_BYTES = 8 << 20
-# Where objects cannot be created on condition, registries that claim a store within this time of each other are
-# told apart.
-_CLAIM_S = 1.0
 _USER_INFO = re.compile(r"//[^/@\s]*@")
 
 
@@ -40,6 +36,14 @@ class ObjectStoreError(Exception):
 
 class ObjectNotFoundError(Exception):
     """The object store works, but has no object with this key."""
+
+
+class StoredObject(NamedTuple):
+    """An object: its key, its size in bytes, and when it was stored or renewed, seconds since 1970."""
+
+    key: str
+    size: int
+    modified_s: float
 
 
 class ObjectStore(Protocol):
@@ -66,16 +70,23 @@ class ObjectStore(Protocol):
     def read(self, key: str, offset: int, count: int) -> bytes:
         """Returns up to `count` bytes of an object, at least one; empty at its end. Raises `ObjectNotFoundError`."""
 
-    def delete(self, key: str, *, is_incomplete: bool = False) -> None:
-        """Deletes an object. Does nothing if there is none.
+    def find(self, keys: Iterable[str]) -> dict[str, StoredObject]:
+        """Returns those of the objects that exist, by key."""
 
-        Args:
-            key: The object's key.
-            is_incomplete: Whether its upload may have ended early; deletes also what such an upload has left.
+    def move(self, key: str, to: str) -> None:
+        """Gives an object another key, in place of the object that has it; its own key: only renews its time.
+
+        Raises `ObjectNotFoundError`.
         """
 
-    def iterate(self, start: str = "") -> Iterator[tuple[str, int]]:
-        """Yields key and size in bytes of each object whose key starts with `start`, except the marker."""
+    def delete(self, key: str) -> None:
+        """Deletes an object. Does nothing if there is none."""
+
+    def iterate(self, start: str = "") -> Iterator[StoredObject]:
+        """Yields each object whose key starts with `start`, except the marker."""
+
+    def delete_unfinished(self, before_s: float) -> None:
+        """Deletes what uploads have left that were killed before a time, seconds since 1970."""
 
 
 class FolderObjects:
@@ -89,7 +100,8 @@ class FolderObjects:
 
     def put(self, key: str, path: Path) -> None:
         target = self._folder / key
-        partial = target.with_name(_PARTIAL + target.name)
+        # Servers may store the same object at the same time.
+        partial = target.with_name(f"{_PARTIAL}{target.name}-{uuid.uuid4().hex}")
         self._check_marker()
         try:
             if not target.parent.exists():
@@ -142,29 +154,49 @@ class FolderObjects:
         except OSError as cause:
             raise ObjectStoreError(f"{self.url} cannot be read: {cause.strerror}") from cause
 
-    def delete(self, key: str, *, is_incomplete: bool = False) -> None:
-        target = self._folder / key
+    def find(self, keys: Iterable[str]) -> dict[str, StoredObject]:
+        found = {}
+        for key in keys:
+            try:
+                stat = (self._folder / key).stat()
+            except FileNotFoundError:
+                continue
+            except OSError as cause:
+                raise ObjectStoreError(f"{self.url} cannot be read: {cause.strerror}") from cause
+            found[key] = StoredObject(key, stat.st_size, stat.st_mtime)
+        return found
+
+    def move(self, key: str, to: str) -> None:
         try:
-            target.unlink(missing_ok=True)
-            if is_incomplete:
-                target.with_name(_PARTIAL + target.name).unlink(missing_ok=True)
+            (self._folder / key).rename(self._folder / to)
+            os.utime(self._folder / to)
+        except FileNotFoundError as cause:
+            raise ObjectNotFoundError(key) from cause
         except OSError as cause:
             raise ObjectStoreError(f"{self.url} cannot be changed: {cause.strerror}") from cause
 
-    def iterate(self, start: str = "") -> Iterator[tuple[str, int]]:
+    def delete(self, key: str) -> None:
+        try:
+            (self._folder / key).unlink(missing_ok=True)
+        except OSError as cause:
+            raise ObjectStoreError(f"{self.url} cannot be changed: {cause.strerror}") from cause
+
+    def iterate(self, start: str = "") -> Iterator[StoredObject]:
+        for found in self._files(start):
+            if found.key != MARKER and not found.key.rpartition("/")[2].startswith(_PARTIAL):
+                yield found
+
+    def delete_unfinished(self, before_s: float) -> None:
+        for found in self._files(""):
+            if found.key.rpartition("/")[2].startswith(_PARTIAL) and found.modified_s < before_s:
+                self.delete(found.key)
+
+    def _files(self, start: str) -> Iterator[StoredObject]:
         for folder, folders, names in os.walk(self._folder, onerror=self._refuse):
             if Path(folder) == self._folder:
                 folders[:] = [name for name in folders if f"{name}/".startswith(start) or start.startswith(f"{name}/")]
-            for name in names:
-                path = Path(folder) / name
-                key = path.relative_to(self._folder).as_posix()
-                if key.startswith(start) and key != MARKER and not name.startswith(_PARTIAL):
-                    try:
-                        yield key, path.stat().st_size
-                    except FileNotFoundError:
-                        continue
-                    except OSError as cause:
-                        self._refuse(cause)
+            keys = ((Path(folder) / name).relative_to(self._folder).as_posix() for name in names)
+            yield from self.find(key for key in keys if key.startswith(start)).values()
 
     def _refuse(self, cause: OSError) -> None:
         # A tenant's folder may be removed while the others are listed.
@@ -230,7 +262,8 @@ def claim(objects: ObjectStore, registry_id: str) -> bool:
         StoreError: The object store belongs to another registry, or cannot be used.
     """
     try:
-        is_new = _owner(objects) is None and _create_marker(objects, registry_id)
+        content = json.dumps({"registry": registry_id}).encode() + b"\n"
+        is_new = _owner(objects) is None and objects.create(MARKER, content)
         # Read it back: another registry may have claimed it at the same time, and reading may be refused.
         owner = _owner(objects)
     except (ObjectStoreError, OSError) as cause:
@@ -244,18 +277,6 @@ def claim(objects: ObjectStore, registry_id: str) -> bool:
             f"delete its object {MARKER}"
         )
     return is_new
-
-
-def _create_marker(objects: ObjectStore, registry_id: str) -> bool:
-    """Stores the marker of a registry; returns False if another server has stored one first."""
-    content = json.dumps({"registry": registry_id}).encode() + b"\n"
-    if not objects.create(MARKER, content):
-        return False
-    # Only an object store without conditional writes creates it twice. There the last of several registries owns it,
-    # and the others notice that when they read the marker after this wait.
-    if objects.create(MARKER, content):
-        time.sleep(_CLAIM_S)
-    return True
 
 
 def check_owner(objects: ObjectStore, registry_id: str) -> None:

@@ -1,45 +1,41 @@
 """Opens and uses a registry's database in PostgreSQL, which several servers share.
 
-Writers take turns: each holds an advisory lock of PostgreSQL until its transaction has ended. Under this lock a server
-first applies what others have written (see `change_log`), so that what it has in memory is what is stored: names are
-unique and quotas are exact across servers.
+A writer holds an advisory lock of PostgreSQL while it decides by names and quotas that it reads, until its transaction
+has ended: names are unique and quotas are exact across servers.
 
 While the database is away, calls fail at once; one at a time tries to connect.
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psycopg
-from sqlalchemy import Connection, insert, inspect, select, text
+from sqlalchemy import Connection, inspect, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.registry.change_log import ChangeLog, SupersededError
 from gradrule_server.registry.data_folder import DATABASE_FILE, FolderInUseError, FolderLock, StoreError
-from gradrule_server.registry.database import Change, Database, Follower, T
+from gradrule_server.registry.database import Database
 from gradrule_server.registry.database_url import describe_url, hide_password
 from gradrule_server.registry.postgres_connection import (
-    APPLICATION_NAME,
-    WAIT_S,
     create_postgres_engine,
     is_refused,
     time_for,
 )
-from gradrule_server.registry.schema import SCHEMA_VERSION, change_metadata, meta, metadata, migrate
+from gradrule_server.registry.schema import SCHEMA_VERSION, metadata, migrate, read_meta, write_meta
+from gradrule_server.registry.usage import count_again
 
 _log = logging.getLogger(__name__)
 
@@ -48,13 +44,11 @@ _LOCK_KEY = 0x6772616472756C65
 # Connections of a server; docs/guide/clusters.md states them.
 _CONNECTIONS = 8
 _RETRY_S = 0.4
-_ATTEMPTS = 4
 _START_POLL_S = 0.5
 
-# States of PostgreSQL (SQLSTATE) of errors that another attempt may not meet: serialisation failure, deadlock.
-_AGAIN = frozenset({"40001", "40P01"})
-# A statement or a lock took too long.
-_BUSY = frozenset({"57014", "55P03"})
+# States of PostgreSQL (SQLSTATE) of errors that another attempt may not meet: serialisation failure, deadlock, a
+# statement or a lock that took too long.
+_BUSY = frozenset({"40001", "40P01", "57014", "55P03"})
 _DISK_FULL = "53100"
 _NOT_PERMITTED = "42501"
 # A text that the database cannot store, a constraint or a damaged row: concerns the caller only. Other errors of class
@@ -69,16 +63,12 @@ _TEMPORARY = (*_TOO_MANY_CONNECTIONS, "read-only", "hot standby", "closed the co
 # Messages of libpq on encryption that another attempt meets too.
 _NOT_ENCRYPTED = re.compile(r"does not support SSL|certificate|SSL error: (?!unexpected eof)|GSSAPI encryption")
 
-
-_OTHER_SERVERS = (
-    "SELECT count(*) FROM pg_stat_activity "
-    "WHERE datname = current_database() AND application_name IN (:name, current_setting('application_name')) "
-    "AND pid <> pg_backend_pid()"
-)
+# The tables that every release had.
+_OLDEST_TABLES = frozenset({"meta", "rules", "blobs", "programs"})
 
 
-class _TryAgain(Exception):
-    """PostgreSQL ended a transaction to let another one go on."""
+class SupersededError(Exception):
+    """A newer release has migrated the tables; the message says to which version."""
 
 
 class PostgresDatabase(Database):
@@ -104,25 +94,17 @@ class PostgresDatabase(Database):
         self._is_read_only = is_read_only
         self._warning = RepeatedWarning(_log)
         self._connections_warning = RepeatedWarning(_log)
-        self._log = ChangeLog()
         self._superseded: SupersededError | None = None
-        # One thread of this server at a time applies changes or writes.
-        self._turns = threading.RLock()
-        self._refreshes_started = self._refreshes_done = 0
         self._thread = _ThreadState()
         self._state = threading.Lock()
         self.away = ""
         self._is_probing = False
         self._probe_at = 0.0
         self._folder_lock = None if folder is None else _lock_folder(folder)
-        self._engine = create_postgres_engine(url, _CONNECTIONS - 1, self._check_probe)
-        # The thread whose turn it is has a connection of its own, because threads that wait for their turn may hold
-        # all others.
-        self._turn_engine = create_postgres_engine(url, 1, self._check_probe)
+        self._engine = create_postgres_engine(url, _CONNECTIONS, self._check_probe)
         # One snapshot for all queries of a transaction.
         options: Mapping[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         self._reader = self._engine.execution_options(**options)
-        self._turn_reader = self._turn_engine.execution_options(**options)
         try:
             self._open(time.monotonic() + wait_s)
         except BaseException:
@@ -137,10 +119,11 @@ class PostgresDatabase(Database):
             self._folder_lock = None
 
     def check(self) -> None:
-        """Applies changes of other servers; logs why the database cannot be used, and when it can be used again."""
+        """Logs why the database cannot be used, and when it can be used again."""
         was_away = self.away
         try:
-            self.refresh()
+            with self._guarded(), self._reader.begin() as connection:
+                self._check_version(connection)
         except GradruleError as cause:
             self._warning.report(f"{self.away or cause.message}; the server goes on with what it has in memory")
             return
@@ -159,108 +142,56 @@ class PostgresDatabase(Database):
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        state = self._thread
-        if state.connection is not None:
-            assert not state.is_reading, "`consistently` only reads"
-            yield state.connection
-            if not state.is_first:
-                assert not state.has_written, "only one write belongs to a turn, because the lock ends with it"
-                state.connection.commit()
-                state.has_written = True
-                self._log.advance()
+        if self._thread.connection is not None:
+            yield self._thread.connection
             return
         with self._guarded(), self._engine.begin() as connection:
             self._check_superseded()
-            _lock_writers(connection)
             yield connection
 
-    def exclusively(self, work: Callable[[], T], first: Callable[[], None] | None = None) -> T:
-        if self._thread.connection is not None:
-            return work()
-        for attempt in range(_ATTEMPTS):
-            try:
-                return self._attempt(work, first)
-            except _TryAgain as cause:
-                if attempt == _ATTEMPTS - 1:
-                    raise _unavailable("is busy with other writes") from cause
-        raise AssertionError
-
-    def _attempt(self, work: Callable[[], T], first: Callable[[], None] | None) -> T:
-        with ExitStack() as stack:
-            stack.enter_context(self._guarded(tries_again=True))
-            if first is None:
-                stack.enter_context(self._turn())
-            connection = stack.enter_context((self._turn_engine if first is None else self._engine).connect())
-            stack.enter_context(self._thread.entered(connection))
-            if first is not None:
-                self._thread.is_first = True
-                first()
-                self._thread.is_first = False
-                stack.enter_context(self._turn())
+    def lock(self, connection: Connection) -> None:
+        if self._thread.connection is None:
             _lock_writers(connection)
-            self._catch_up(connection)
-            return work()
+            self._check_version(connection)
 
-    def consistently(self, work: Callable[[], T]) -> T:
-        if self._thread.connection is not None:
-            return work()
-        with (
-            self._guarded(),
-            self._turn(),
-            self._turn_reader.connect() as connection,
-            self._thread.entered(connection),
-        ):
-            self._thread.is_reading = True
-            self._catch_up(connection)
-            return work()
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        with self.write() as connection:
+            self.lock(connection)
+            with self._entered(connection):
+                yield
 
-    def refresh(self) -> None:
-        if self._thread.connection is not None:
-            return
-        started_before = self._refreshes_started
-        with self._guarded(), self._turn():
-            # Another thread may have done it, in a transaction that began after this call.
-            if self._refreshes_done > started_before:
-                return
-            self._refreshes_started += 1
-            number = self._refreshes_started
-            self.consistently(lambda: None)
-            self._refreshes_done = number
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        with self.read() as connection, self._entered(connection):
+            yield
 
-    def _catch_up(self, connection: Connection) -> None:
-        self._log.catch_up(connection)
+    @contextmanager
+    def _entered(self, connection: Connection) -> Iterator[None]:
+        """Makes a transaction the one that `read` and `write` of this thread use."""
+        self._thread.connection = connection
+        try:
+            yield
+        finally:
+            self._thread.connection = None
+
+    def _check_version(self, connection: Connection) -> None:
+        """Raises `SupersededError` if a newer release has migrated the tables."""
+        version = read_meta(connection, "schema_version")
         self._superseded = None
+        if version != str(SCHEMA_VERSION):
+            raise SupersededError(
+                f"the registry has schema version {version} now, and this server reads version {SCHEMA_VERSION}; "
+                "start a server of the newer release"
+            )
 
     def _check_superseded(self) -> None:
         """Raises `SupersededError` if the tables are those of a newer release, which this one would misread."""
         if self._superseded is not None:
             raise self._superseded
 
-    def follow(self, follower: Follower) -> None:
-        self._log.follower = follower
-
     def time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
         return time_for(connection, size)
-
-    def record(self, connection: Connection, change: Change) -> None:
-        self._log.append(connection, change)
-
-    def start_again(self) -> str:
-        """Moves all tables to a new schema and creates empty ones; returns the name of that schema.
-
-        Raises:
-            StoreError: A server uses the database.
-        """
-        schema = f"until_{datetime.datetime.now(datetime.UTC):%Y%m%dt%H%M%S}"
-        with self._guarded(), self._engine.begin() as connection:
-            _lock_writers(connection)
-            if connection.execute(text(_OTHER_SERVERS), {"name": APPLICATION_NAME}).scalar_one():
-                raise StoreError(f"a server uses {self.description}; stop it first")
-            connection.execute(text(f"CREATE SCHEMA {schema}"))
-            for table in inspect(connection).get_table_names():
-                connection.execute(text(f'ALTER TABLE "{table}" SET SCHEMA {schema}'))
-            self._create_or_check(connection)
-        return schema
 
     def _open(self, ends_at: float) -> None:
         """Creates or checks the tables. Several servers may do this at once: one does it, and the others find them."""
@@ -287,8 +218,7 @@ class PostgresDatabase(Database):
 
     def _create_or_check(self, connection: Connection) -> None:
         tables = set(inspect(connection).get_table_names())
-        needed = set(metadata.tables)
-        if tables and not needed <= tables:
+        if tables and not tables >= _OLDEST_TABLES:
             raise StoreError(
                 f"{self.description} is the database of another program (it has the table {min(tables)}); create a "
                 "database for gradrule alone"
@@ -296,17 +226,14 @@ class PostgresDatabase(Database):
         if self._is_read_only and not tables:
             raise StoreError(f"there is no registry in {self.description}: it has no tables")
         if not self._is_read_only:
-            # Tables that this release has added are created in an older database.
             metadata.create_all(connection)
-            change_metadata.create_all(connection)
         if not tables:
-            values = {"schema_version": str(SCHEMA_VERSION), "registry_id": uuid.uuid4().hex}
-            connection.execute(insert(meta), [{"key": key, "value": value} for key, value in values.items()])
-            self._log.start(connection)
+            write_meta(connection, "schema_version", str(SCHEMA_VERSION))
+            write_meta(connection, "registry_id", uuid.uuid4().hex)
             return
-        version = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar_one_or_none()
+        version = read_meta(connection, "schema_version")
         if not self._is_read_only and migrate(connection, version, lambda _: None):
-            self._log.start(connection)
+            count_again(connection)
             _log.info("%s had schema version %s and has %d now", self.description, version, SCHEMA_VERSION)
         elif version != str(SCHEMA_VERSION):
             raise StoreError(
@@ -315,20 +242,8 @@ class PostgresDatabase(Database):
             )
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        if not self._turns.acquire(timeout=WAIT_S):
-            raise _unavailable("is busy with other writes")
-        try:
-            yield
-        finally:
-            self._turns.release()
-
-    @contextmanager
-    def _guarded(self, *, tries_again: bool = False) -> Iterator[None]:
-        """Raises UNAVAILABLE in place of errors of the database, and at once while it is away.
-
-        `tries_again`: Raises `_TryAgain` after a serialisation failure or a deadlock.
-        """
+    def _guarded(self) -> Iterator[None]:
+        """Raises UNAVAILABLE in place of errors of the database, and at once while it is away."""
         if self._thread.is_guarded:
             yield
             return
@@ -343,8 +258,6 @@ class PostgresDatabase(Database):
         except PoolTimeoutError as cause:
             raise _unavailable("is busy") from cause
         except DBAPIError as cause:
-            if tries_again and _sqlstate(cause) in _AGAIN:
-                raise _TryAgain from cause
             raise self._translate(cause) from cause
         else:
             if self.away:
@@ -367,7 +280,7 @@ class PostgresDatabase(Database):
     def _check_probe(self) -> None:
         """Raises UNAVAILABLE if the database is away and this thread does not try if it is back.
 
-        Calls that waited for a connection or a turn meanwhile would otherwise each wait for a new connection.
+        Calls that waited for a connection meanwhile would otherwise each wait for a new connection.
         """
         if self.away and not self._thread.is_probe:
             raise _unavailable("cannot be used now")
@@ -375,7 +288,6 @@ class PostgresDatabase(Database):
     def _disconnect(self) -> None:
         """Closes the connections that are not in use; others are closed when their thread returns them."""
         self._engine.dispose()
-        self._turn_engine.dispose()
 
     def _set_away(self, reason: str) -> None:
         with self._state:
@@ -384,7 +296,7 @@ class PostgresDatabase(Database):
 
     def _translate(self, cause: DBAPIError) -> Exception:
         state = _sqlstate(cause)
-        if state in _AGAIN or state in _BUSY:
+        if state in _BUSY:
             return _unavailable("is busy")
         if state == _DISK_FULL:
             return error(
@@ -419,23 +331,11 @@ class PostgresDatabase(Database):
 
 
 class _ThreadState(threading.local):
-    """The transaction that a thread has open in `exclusively` or `consistently`, and what `_guarded` knows of it."""
+    """The transaction that a thread has open in `exclusively` or `snapshot`, and what `_guarded` knows of it."""
 
     connection: Connection | None = None
-    is_first = False
-    is_reading = False
-    has_written = False
     is_guarded = False
     is_probe = False
-
-    @contextmanager
-    def entered(self, connection: Connection) -> Iterator[None]:
-        """Makes a transaction the one that `read` and `write` of this thread use."""
-        self.connection, self.is_first, self.is_reading, self.has_written = connection, False, False, False
-        try:
-            yield
-        finally:
-            self.connection = None
 
 
 def _lock_folder(folder: Path) -> FolderLock:

@@ -8,7 +8,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -16,17 +16,19 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
+from gradrule_server.policy import missing_blobs
 from gradrule_server.quotas import Quota
 from gradrule_server.registry import page_tokens
-from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.database import LARGE_BYTES
+from gradrule_server.registry.blobs import BlobStore, folder_name
 from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, Store, UnreadableRowError
+from gradrule_server.registry.usage import Usage
 
 _log = logging.getLogger(__name__)
 
 PROGRAM_PREFIX = "programs/"
 _ID = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _LISTING = "programs"
+_MOST_IDS = 1000
 # Rows have at most 1,000,000,000 bytes in SQLite, values less than 1 GiB in PostgreSQL.
 _MAX_GRAPH_BYTES = 999_000_000
 
@@ -40,73 +42,29 @@ class StoredProgram:
     program: program_pb2.Program
 
 
-class PinnedBlobs:
-    """Pins the blobs of all stored programs of all tenants. Safe to use from several threads.
+class NeededBlobs:
+    """Finds the blobs that stored programs need, of all tenants, when blobs must be removed from a full disk."""
 
-    Of shared blobs, the index records which ones programs need: their files are only copies.
-    """
-
-    def __init__(self, store: Store, blobs: BlobStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._all_blobs = blobs
-        self._pinned: dict[tuple[str, str], list[str]] = {}
-        needs = self._needs(store.program_specs())
-        if blobs.is_shared:
-            blobs.record_needs(needs)
-        else:
-            self._pin_unchecked(needs)
+        self._revision = -1
+        self._found: set[tuple[str, str]] = set()
 
-    def apply(self, tenant: str, program_ids: Collection[str]) -> None:
-        """Pins what programs need that another server has created, and unpins what deleted ones needed."""
-        if not self._all_blobs.is_shared:
-            self._replace([(tenant, name) for name in program_ids], self._store.program_specs(tenant, program_ids))
-
-    def reload(self) -> None:
-        """Reads all programs again."""
-        if self._all_blobs.is_shared:
-            self._all_blobs.follow_restore(self._needs(self._store.program_specs()))
-        else:
-            self._replace(list(self._pinned), self._store.program_specs())
-
-    def _replace(self, keys: Iterable[tuple[str, str]], specs: Iterable[tuple[str, str, bytes]]) -> None:
-        old = [(key[0], self._pinned.pop(key)) for key in keys if key in self._pinned]
-        # Pin first, so that no blob that is still needed is removed meanwhile.
-        self._pin_unchecked(self._needs(specs))
-        for tenant, names in old:
-            self._all_blobs.for_tenant(tenant).unpin(names)
-
-    def _needs(self, specs: Iterable[tuple[str, str, bytes]]) -> list[tuple[str, str, list[str]]]:
-        """Returns tenant, id and blobs of the programs that need blobs."""
-        needs = []
-        for tenant, program_id, spec in specs:
-            try:
-                wanted = variable_blobs(read_spec(tenant, program_id, spec))
-            except UnreadableRowError as cause:
-                _log_unreadable(tenant, program_id, cause)
-                continue
-            if wanted:
-                needs.append((tenant, program_id, wanted))
-        return needs
-
-    def _pin_unchecked(self, needs: Iterable[tuple[str, str, list[str]]]) -> None:
-        for tenant, program_id, wanted in needs:
-            # Do not fail for missing blobs: calls of the program report them.
-            self._all_blobs.for_tenant(tenant).pin_unchecked(wanted)
-            self._pinned[tenant, program_id] = wanted
-
-    def pin(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
-        """Pins the blobs of a program before it is stored. Raises BLOB_NOT_FOUND."""
-        if names:
-            blobs.pin(names)
-            self._pinned[tenant, program_id] = names
-
-    def unpin(self, blobs: BlobStore, tenant: str, program_id: str) -> None:
-        """Unpins the blobs of a deleted program."""
-        blobs.unpin(self._pinned.pop((tenant, program_id), ()))
+    def __call__(self) -> set[tuple[str, str]]:
+        """Returns folder and name of each blob. Reads the specs of all programs, if any has changed."""
+        revision = self._store.total_usage().programs_revision
+        if revision != self._revision:
+            self._found = {
+                (folder_name(tenant), name)
+                for tenant, program_id, spec in self._store.program_specs()
+                for name in needed_blobs(tenant, program_id, spec)
+            }
+            self._revision = revision
+        return self._found
 
 
 class ProgramRegistry:
-    """A tenant's programs in a store, which pin their blobs. All methods block; safe to use from several threads.
+    """A tenant's programs in a store. All methods block; safe to use from several threads.
 
     Args:
         store: The store.
@@ -114,7 +72,6 @@ class ProgramRegistry:
         tenant: The tenant.
         quota: Limits the number of programs; None: unlimited.
         bytes_quota: Limits the bytes of programs; None: unlimited.
-        pins: The pins of all programs, if several registries share the store.
     """
 
     def __init__(
@@ -125,22 +82,20 @@ class ProgramRegistry:
         tenant: str = DEFAULT_TENANT,
         quota: Quota | None = None,
         bytes_quota: Quota | None = None,
-        pins: PinnedBlobs | None = None,
     ) -> None:
         self._store = store
         self._blobs = blobs
         self._tenant = tenant
-        self._changing = threading.Lock()
-        self._identities = self._read_identities()
+        self._lock = threading.Lock()
+        self._known: dict[str, str] = {}
+        """The identity of each program that was returned, by id; empty: it is being read."""
         self.on_changed: Callable[[str], None] = lambda name: None
-        """Called with the name of each program that another server has created or deleted."""
-        self._quota = quota or Quota.unlimited()
-        self._bytes_quota = bytes_quota or Quota.unlimited()
-        self._pins = pins or PinnedBlobs(store, blobs)
+        """Called with the name of each known program that another server has deleted or replaced."""
+        self._quotas = {"programs": quota or Quota.unlimited(), "registry_bytes": bytes_quota or Quota.unlimited()}
 
     def __len__(self) -> int:
         """Returns the number of programs."""
-        return len(self._identities)
+        return self._store.usage([self._tenant]).get(self._tenant, Usage()).programs
 
     def create(
         self,
@@ -193,72 +148,28 @@ class ProgramRegistry:
                 field="spec.graph",
             )
         blobs = variable_blobs(spec)
-        is_graph_added = False
-
-        def add_graph() -> None:
-            nonlocal is_graph_added
-            is_graph_added = self._store.add_graph(content.graph, self._tenant)
-
-        def add() -> StoredProgram:
-            return self._add(row, content, blobs, StoredProgram(row.id, identity, kept), is_graph_added=is_graph_added)
-
-        return self._store.exclusively(add, first=add_graph if len(content.graph) >= LARGE_BYTES else None)
-
-    def _add(
-        self,
-        row: ProgramRow,
-        content: ProgramContent,
-        blobs: list[str],
-        stored: StoredProgram,
-        *,
-        is_graph_added: bool,
-    ) -> StoredProgram:
-        """Stores a program unless there is one with its id; no other server writes meanwhile."""
-        with self._changing:
-            if row.id in self._identities:
+        # Of shared blobs, a copy in the cache does not show that the blob itself is still stored.
+        if lost := self._blobs.missing(blobs):
+            raise missing_blobs(lost)
+        with self._blobs.pinned(blobs):
+            if not self._store.add_program(row, content, self._tenant, quotas=self._quotas):
                 # Another caller was faster.
                 return self._matching(self.get(row.id), row.identity)
-            with self._quota.reserved(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
-                self._pins.pin(self._blobs, self._tenant, row.id, blobs)
-                undo.callback(self._pins.unpin, self._blobs, self._tenant, row.id)
-                self._store.add_program(
-                    row,
-                    content,
-                    self._tenant,
-                    before=lambda size: taken.enter_context(self._bytes_quota.reserved(size)),
-                    within=lambda connection: self._blobs.record_need(connection, self._tenant, row.id, blobs),
-                    is_graph_added=is_graph_added,
-                )
-                if not self._blobs.is_shared:
-                    undo.pop_all()
-            self._identities[row.id] = row.identity
-        return stored
+        with self._lock:
+            self._known[row.id] = identity
+        return StoredProgram(row.id, identity, kept)
 
-    def apply(self, program_ids: Collection[str]) -> None:
-        """Reads programs again that another server has created or deleted."""
-        found = self._read_identities(program_ids)
-        with self._changing:
-            kept = {name: identity for name, identity in self._identities.items() if name not in program_ids}
-            self._identities = kept | found
-        for program_id in program_ids:
-            self.on_changed(PROGRAM_PREFIX + program_id)
-
-    def reload(self) -> None:
-        """Reads all programs again."""
-        found = self._read_identities()
-        with self._changing:
-            changed = {name for name, _ in self._identities.items() ^ found.items()}
-            self._identities = found
-        for program_id in changed:
-            self.on_changed(PROGRAM_PREFIX + program_id)
-
-    def _read_identities(self, program_ids: Collection[str] | None = None) -> dict[str, str]:
-        # Ignore rows with an invalid id: no request can name them.
-        return {
-            program_id: identity
-            for program_id, identity in self._store.program_identities(self._tenant, program_ids).items()
-            if isinstance(program_id, str) and _ID.fullmatch(program_id)
-        }
+    def apply_changes(self) -> None:
+        """Notices which known programs another server has deleted or replaced."""
+        with self._lock:
+            known = dict(self._known)
+        # Databases limit the number of parameters of a statement.
+        found = self._store.program_identities(self._tenant, list(known) if len(known) <= _MOST_IDS else None)
+        for program_id, identity in known.items():
+            if found.get(program_id) != identity:
+                with self._lock:
+                    self._known.pop(program_id, None)
+                self.on_changed(PROGRAM_PREFIX + program_id)
 
     def acquired_blobs(self, spec: program_pb2.ProgramSpec) -> AbstractAsyncContextManager[None]:
         """Returns a context within which the blobs of a spec can be read, as `create` does. Raises BLOB_NOT_FOUND."""
@@ -269,7 +180,19 @@ class ProgramRegistry:
         """Returns a program by its id, with or without `programs/`. Raises PROGRAM_NOT_FOUND."""
         program_id = name.removeprefix(PROGRAM_PREFIX)
         # PostgreSQL refuses some texts that are no ids.
-        row = self._store.program(program_id, self._tenant) if _ID.fullmatch(program_id) else None
+        if not _ID.fullmatch(program_id):
+            raise self._not_found(name)
+        # Known from now on: another server may replace the program while it is read.
+        with self._lock:
+            known = self._known.setdefault(program_id, "")
+        try:
+            row = self._store.program(program_id, self._tenant)
+            known = "" if row is None else row.identity
+        finally:
+            with self._lock:
+                self._known[program_id] = known
+                if not known:
+                    del self._known[program_id]
         if row is None:
             raise self._not_found(name)
         with self._unreadable_is_not_found(program_id):
@@ -308,22 +231,10 @@ class ProgramRegistry:
     def delete(self, name: str) -> None:
         """Deletes a program. Raises PROGRAM_NOT_FOUND."""
         program_id = name.removeprefix(PROGRAM_PREFIX)
-
-        def delete() -> None:
-            with self._changing:
-                if program_id not in self._identities:
-                    raise self._not_found(name)
-                self._remove(program_id)
-
-        self._store.exclusively(delete)
-
-    def _remove(self, program_id: str) -> None:
-        """Deletes a program, whether its row exists or not."""
-        freed = self._store.remove_program(program_id, self._tenant)
-        del self._identities[program_id]
-        self._pins.unpin(self._blobs, self._tenant, program_id)
-        self._quota.release()
-        self._bytes_quota.release(freed)
+        if not (_ID.fullmatch(program_id) and self._store.remove_program(program_id, self._tenant, self._quotas)):
+            raise self._not_found(name)
+        with self._lock:
+            self._known.pop(program_id, None)
 
     def _content(self, stored: StoredProgram) -> tuple[program_pb2.ProgramSpec, bytes] | None:
         """Returns the spec with the graph's bytes, and the snapshot; None if the row is gone.
@@ -362,32 +273,18 @@ class ProgramRegistry:
 
     def _existing(self, program_id: str, identity: str) -> StoredProgram | None:
         """Returns a program if there is one; removes one that cannot be read. Raises PROGRAM_EXISTS."""
-        if not self._store.is_shared and program_id not in self._identities:
-            return None
-        stored = self._readable(program_id)
-        if stored is not None:
-            return self._matching(stored, identity)
-
-        def remove() -> None:
-            with self._changing:
-                if program_id in self._identities and self._readable(program_id) is None:
-                    self._remove(program_id)
-
-        if program_id in self._identities or self._store.program(program_id, self._tenant) is not None:
-            self._store.exclusively(remove)
-        return None
-
-    def _readable(self, program_id: str) -> StoredProgram | None:
-        """Returns a program if there is one and all of it can be read."""
         row = self._store.program(program_id, self._tenant)
         if row is None:
             return None
         try:
             stored = _stored(row)
-            return None if self._content(stored) is None else stored
+            if self._content(stored) is None:
+                return None
         except UnreadableRowError as cause:
             _log_unreadable(self._tenant, program_id, cause)
+            self._store.remove_program(program_id, self._tenant, self._quotas)
             return None
+        return self._matching(stored, identity)
 
     def _matching(self, stored: StoredProgram, identity: str) -> StoredProgram:
         """Returns a program if it has an identity. Raises PROGRAM_EXISTS."""
@@ -404,9 +301,10 @@ class ProgramRegistry:
 
     def _not_found(self, name: str) -> GradruleError:
         program_id = name.removeprefix(PROGRAM_PREFIX)
+        hint = did_you_mean(program_id, self._store.program_identities(self._tenant))
         return error(
             errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND,
-            f"there is no program {program_id!r}.{did_you_mean(program_id, tuple(self._identities))}",
+            f"there is no program {program_id!r}.{hint}",
             field="name",
             resource=Resource("gradrule.v1.Program", PROGRAM_PREFIX + program_id),
         )
@@ -419,6 +317,15 @@ def read_spec(tenant: str, program_id: str, spec: bytes) -> program_pb2.ProgramS
             raise UnreadableRowError(f"its {name} {text!r} is not a valid name")
     with _decoding():
         return program_pb2.ProgramSpec.FromString(spec)
+
+
+def needed_blobs(tenant: str, program_id: str, spec: bytes) -> list[str]:
+    """Returns the blobs that a stored program needs; none if it cannot be read."""
+    try:
+        return variable_blobs(read_spec(tenant, program_id, spec))
+    except UnreadableRowError as cause:
+        _log_unreadable(tenant, program_id, cause)
+        return []
 
 
 def read_summary(summary: bytes) -> program_pb2.Program:

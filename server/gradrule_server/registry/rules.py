@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
@@ -31,7 +29,8 @@ from gradrule_server.registry.rule_entries import (
     read_rule,
     user_entry,
 )
-from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError, counted_size
+from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError
+from gradrule_server.registry.usage import Usage
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 from gradrule_server.rules.language import split_variable
@@ -41,6 +40,7 @@ _log = logging.getLogger(__name__)
 _POSITION = (re.compile("[012]"), re.compile(".*", re.DOTALL))
 _RESERVED = frozenset({"default", "inline"})
 _MAX_UNREADABLE_SHOWN = 5
+_MOST_NAMES = 1000
 # Limit the size of rules: compile workers get them whole.
 _MAX_DESCRIPTION_BYTES = 8 * 1024
 _MAX_DEFINITION_BYTES = 1024 * 1024
@@ -50,7 +50,7 @@ class RuleRegistry:
     """A tenant's rules. Safe to use from several threads; only methods that say so access the database.
 
     A stored rule that cannot be read is logged and ignored. It stays in the store until a rule of its name is created
-    or deleted. Where several servers share the database, its follower calls `apply` and `reload`.
+    or deleted. Where several servers share the database, `refresh` reads what others have changed.
 
     Args:
         store: The store of the USER rules.
@@ -73,19 +73,19 @@ class RuleRegistry:
     ) -> None:
         self._store = store
         self._tenant = tenant
-        self._quota = quota or Quota.unlimited()
-        self._bytes_quota = bytes_quota or Quota.unlimited()
+        self._quotas = {"rules": quota or Quota.unlimited(), "registry_bytes": bytes_quota or Quota.unlimited()}
         self._bounds = bounds or NodeLimits()
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
         self._revision = 0
+        # The revision of the stored rules that these names have, and when each rule was created.
+        self._stored_revision = -1
+        self._times: dict[str, int] = {}
         if not isinstance(read_only, ReadOnlyRules):
             read_only = ReadOnlyRules.from_op_types(read_only)
-        stored, self._unreadable = self._read_rules()
-        self._names = RuleNames(
-            user={entry.name: _mark_hiding(entry, read_only.builtin) for entry in stored},
-            builtin=read_only.builtin,
-            op=read_only.op,
-        )
+        self._unreadable: dict[str, str] = {}
+        """Why stored rules cannot be read, by name."""
+        self._names = RuleNames(user={}, builtin=read_only.builtin, op=read_only.op)
+        self._read_changes()
 
     def __len__(self) -> int:
         """Returns the number of stored USER rules, including unreadable ones."""
@@ -150,38 +150,23 @@ class RuleRegistry:
             refused = content.check_nodes(self._bounds)
             if refused:
                 raise GradruleError(refused)
-        return self._store.exclusively(lambda: self._create(name, definition, description, content, may_replace))
-
-    def _create(
-        self, name: str, definition: rule_pb2.RuleDefinition, description: str, content: RuleContent, may_replace: bool
-    ) -> RuleEntry:
-        """Stores a rule unless its name is taken; no other server writes meanwhile."""
+        row = RuleRow(name, definition.SerializeToString(deterministic=True), description, time.time_ns() // 1000)
         with self._changing:
-            names = self._names
-            holder = names.find(name)
-            if holder is not None:
-                is_user = holder.kind == rule_pb2.RULE_KIND_USER
-                is_same = is_user and _equal(holder.full_content(), content)
-                if is_same and not (may_replace and holder.description != description):
-                    return holder
-                if not (may_replace and is_user):
-                    raise _rule_exists(name, holder)
-            row = RuleRow(
-                name,
-                definition.SerializeToString(deterministic=True),
-                description,
-                time.time_ns() // 1000,
-            )
-            entry = user_entry(row, content, self._read_content)
-            old = holder or self._unreadable.get(name)
-            quota = contextlib.nullcontext() if old else self._quota.reserved()
-            more_bytes = entry.size - (old.size if old else 0)
-            room = self._bytes_quota.reserved(more_bytes) if more_bytes > 0 else contextlib.nullcontext()
-            with quota, room:
-                self._store.add_rule(row, self._tenant, replaces=old is not None)
-            self._bytes_quota.adjust(min(more_bytes, 0))
+            with self._store.exclusively():
+                self._read_changes()
+                names = self._names
+                holder = names.find(name)
+                if holder is not None:
+                    is_user = holder.kind == rule_pb2.RULE_KIND_USER
+                    is_same = is_user and _equal(holder.full_content(), content)
+                    if is_same and not (may_replace and holder.description != description):
+                        return holder
+                    if not (may_replace and is_user):
+                        raise _rule_exists(name, holder)
+                self._store.add_rule(row, self._tenant, replaces=True, quotas=self._quotas)
+            self._times[name] = row.create_time_us
             self._unreadable.pop(name, None)
-            entry = _mark_hiding(entry, names.builtin)
+            entry = _mark_hiding(user_entry(row, content, self._read_content), names.builtin)
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
 
@@ -190,10 +175,8 @@ class RuleRegistry:
 
         Does nothing where no other server writes.
         """
-        if not self._store.is_shared:
-            return True
         try:
-            self._store.refresh()
+            self._read_changes()
         except GradruleError as cause:
             if cause.reason != errors_pb2.ERROR_REASON_UNAVAILABLE:
                 raise
@@ -205,24 +188,25 @@ class RuleRegistry:
         """Whether other servers may create and delete rules."""
         return self._store.is_shared
 
-    def apply(self, names: Collection[str]) -> None:
-        """Reads rules again that another server has created or deleted. Accesses the database."""
-        stored, unreadable = self._read_rules(names)
+    def _read_changes(self) -> None:
+        """Reads the rules that were created or deleted since the last call, if other servers may do that."""
+        if self._stored_revision >= 0 and not self._store.is_shared:
+            return
+        revision = self._store.usage([self._tenant]).get(self._tenant, Usage()).rules_revision
+        if revision == self._stored_revision:
+            return
         with self._changing:
-            user = {name: entry for name, entry in self._names.user.items() if name not in names}
-            self._unreadable = {name: row for name, row in self._unreadable.items() if name not in names} | unreadable
-            self._set_user(user, stored)
-
-    def reload(self) -> None:
-        """Reads all rules again. Accesses the database."""
-        stored, unreadable = self._read_rules()
-        with self._changing:
-            self._unreadable = unreadable
-            self._set_user({}, stored)
-
-    def _set_user(self, user: dict[str, RuleEntry], stored: Iterable[RuleEntry]) -> None:
-        added = {entry.name: _mark_hiding(entry, self._names.builtin) for entry in stored}
-        self._replace(replace(self._names, user=user | added))
+            times = self._store.rule_times(self._tenant)
+            changed = {name for name in times.keys() | self._times.keys() if times.get(name) != self._times.get(name)}
+            # Databases limit the number of parameters of a statement.
+            rows = self._store.iterate_rules(self._tenant, changed if len(changed) <= _MOST_NAMES else None)
+            stored, unreadable = _read_rules(rows, self._tenant, self._read_content)
+            added = {entry.name: _mark_hiding(entry, self._names.builtin) for entry in stored}
+            kept = {name: entry for name, entry in self._names.user.items() if name not in changed}
+            self._unreadable = {name: why for name, why in self._unreadable.items() if name not in changed} | unreadable
+            self._times, self._stored_revision = times, revision
+            if changed:
+                self._replace(replace(self._names, user=kept | added))
 
     def find(self, name: str) -> RuleEntry | None:
         """Returns the rule of a name or alias, with or without `rules/`; None if there is none."""
@@ -241,28 +225,24 @@ class RuleRegistry:
 
     def delete(self, name: str) -> None:
         """Deletes a USER rule. Raises RULE_READ_ONLY for other rules, and UNKNOWN_RULE."""
-        self._store.exclusively(lambda: self._delete(name))
-
-    def _delete(self, name: str) -> None:
         bare = name.removeprefix(RULE_PREFIX)
         with self._changing:
-            if bare in self._unreadable:
-                self._store.remove_rule(bare, self._tenant)
-                self._quota.release()
-                self._bytes_quota.release(self._unreadable.pop(bare).size)
-                return
-            entry = self.get(name)
-            if entry.kind != rule_pb2.RULE_KIND_USER:
-                raise error(
-                    errors_pb2.ERROR_REASON_RULE_READ_ONLY,
-                    f"{bare!r} is {describe(entry)}; only USER rules can be deleted",
-                    field="name",
-                    resource=_resource(entry.name),
-                )
-            self._store.remove_rule(entry.name, self._tenant)
-            self._quota.release()
-            self._bytes_quota.release(entry.size)
-            user = {key: stored for key, stored in self._names.user.items() if key != entry.name}
+            with self._store.exclusively():
+                self._read_changes()
+                entry = None if bare in self._unreadable else self.find(bare)
+                if entry is None and bare not in self._unreadable:
+                    raise self.unknown(name)
+                if entry is not None and entry.kind != rule_pb2.RULE_KIND_USER:
+                    raise error(
+                        errors_pb2.ERROR_REASON_RULE_READ_ONLY,
+                        f"{bare!r} is {describe(entry)}; only USER rules can be deleted",
+                        field="name",
+                        resource=_resource(entry.name),
+                    )
+                self._store.remove_rule(bare, self._tenant, self._quotas)
+            self._times.pop(bare, None)
+            self._unreadable.pop(bare, None)
+            user = {key: stored for key, stored in self._names.user.items() if key != bare}
             self._replace(replace(self._names, user=user))
 
     def list(self, kind: rule_pb2.RuleKind.ValueType, page_size: int, page_token: str) -> tuple[list[RuleEntry], str]:
@@ -304,9 +284,6 @@ class RuleRegistry:
             retry_after_s=0.0,
         )
 
-    def _read_rules(self, names: Collection[str] | None = None) -> _ReadRules:
-        return _read_rules(self._store.iterate_rules(self._tenant, names), self._tenant, self._read_content)
-
     def unknown(self, name: str, *, is_fresh: bool = True) -> GradruleError:
         """Returns UNKNOWN_RULE for a name, with similar names.
 
@@ -324,7 +301,7 @@ class RuleRegistry:
         if unreadable is not None:
             return error(
                 errors_pb2.ERROR_REASON_UNKNOWN_RULE,
-                f"the stored rule {bare!r} cannot be read: {unreadable.why}; create it again, or delete it",
+                f"the stored rule {bare!r} cannot be read: {unreadable}; create it again, or delete it",
                 field="name",
                 resource=_resource(bare),
             )
@@ -369,29 +346,19 @@ def _check_size(definition_bytes: int, description: str) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Unreadable:
-    """A stored rule that cannot be read. `size`: its size that counts towards the quota, bytes."""
-
-    why: str
-    size: int
-
-
-_ReadRules: TypeAlias = tuple[list[RuleEntry], dict[str, _Unreadable]]
-
-
-def _read_rules(rows: Iterable[RuleRow], tenant: str, read_large: ReadContent) -> _ReadRules:
-    """Returns the readable and the unreadable rules of a tenant's rows; logs the unreadable ones."""
+def _read_rules(
+    rows: Iterable[RuleRow], tenant: str, read_large: ReadContent
+) -> tuple[list[RuleEntry], dict[str, str]]:
+    """Returns the readable rules of a tenant's rows, and why others are unreadable, which is logged."""
     found: list[RuleEntry] = []
-    unreadable: dict[str, _Unreadable] = {}
+    unreadable: dict[str, str] = {}
     for row in rows:
         try:
             found.append(read_rule(row, read_large))
         except UnreadableRowError as cause:
-            size = counted_size(row) if isinstance(row.definition, bytes) and isinstance(row.description, str) else 0
-            unreadable[row.name] = _Unreadable(str(cause), size)
+            unreadable[row.name] = str(cause)
     if unreadable:
-        shown = [f"{name!r} ({row.why})" for name, row in list(unreadable.items())[:_MAX_UNREADABLE_SHOWN]]
+        shown = [f"{name!r} ({why})" for name, why in list(unreadable.items())[:_MAX_UNREADABLE_SHOWN]]
         _log.warning(
             "%d stored rules of tenant %r cannot be read and are ignored (`gradrule registry check` shows all): %s",
             len(unreadable),

@@ -6,10 +6,11 @@ credentials and region are those of the AWS libraries: `AWS_ENDPOINT_URL`, `AWS_
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from botocore.utils import is_valid_endpoint_url
 from fsspec.asyn import sync
 
 from gradrule_server.registry.data_folder import StoreError
-from gradrule_server.registry.object_store import MARKER, ObjectNotFoundError, ObjectStoreError
+from gradrule_server.registry.object_store import MARKER, ObjectNotFoundError, ObjectStoreError, StoredObject
 
 T = TypeVar("T")
 
@@ -35,6 +36,9 @@ _MIN_RATE = 1 << 20
 _PART_BYTES = 8 << 20
 # With eight uploads at a time, about 300 MiB of memory.
 _PARTS_AT_ONCE = 2
+_HEADS_AT_ONCE = 32
+# A copy of up to 5 GB is one request, which the service works on.
+_MOVE_S = 300.0
 
 # At the level debug they log headers of requests, which may hold session tokens.
 _LOGGERS_OF_REQUESTS = ("aiobotocore", "botocore", "s3fs", "fsspec", "asyncio")
@@ -96,19 +100,18 @@ class S3Objects:
 
     def put(self, key: str, path: Path) -> None:
         length = path.stat().st_size
-        found = self._run(self._upload, key, path, timeout=_REQUEST_S + length / _MIN_RATE)
-        # The page of a proxy has no ETag, which S3 gives each object.
-        if found.get("ContentLength") != length or "ETag" not in found:
-            raise ObjectStoreError(f"{self.url} has accepted an upload of {length} bytes, but has not stored it")
-
-    async def _upload(self, key: str, path: Path) -> dict[str, Any]:
-        """Uploads a file, and returns what the service says of the object then; empty: it has none."""
-        await self._files._put_file(str(path), self._path(key), chunksize=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+        upload = self._files._put_file
+        self._run(
+            upload,
+            str(path),
+            self._path(key),
+            chunksize=_PART_BYTES,
+            max_concurrency=_PARTS_AT_ONCE,
+            timeout=_REQUEST_S + length / _MIN_RATE,
+        )
         # A proxy may answer 200 to an upload of which it passes nothing on.
-        try:
-            return dict(await self._files._call_s3("head_object", Bucket=self._bucket, Key=self._prefix + key))
-        except FileNotFoundError:
-            return {}
+        if (found := self.find([key]).get(key)) is None or found.size != length:
+            raise ObjectStoreError(f"{self.url} has accepted an upload of {length} bytes, but has not stored it")
 
     def create(self, key: str, content: bytes) -> bool:
         target: dict[str, Any] = {"Bucket": self._bucket, "Key": self._prefix + key, "Body": content}
@@ -137,33 +140,66 @@ class S3Objects:
             raise ObjectStoreError(f"{self.url} answers with other bytes of an object than those that were asked for")
         return found
 
-    def delete(self, key: str, *, is_incomplete: bool = False) -> None:
-        name = self._prefix + key
+    def find(self, keys: Iterable[str]) -> dict[str, StoredObject]:
+        wanted = list(keys)
+        rounds = 1 + len(wanted) // _HEADS_AT_ONCE
+        return {item.key: item for item in self._run(self._find, wanted, timeout=rounds * _REQUEST_S) if item}
+
+    async def _find(self, keys: list[str]) -> list[StoredObject | None]:
+        slots = asyncio.Semaphore(_HEADS_AT_ONCE)
+
+        async def find(key: str) -> StoredObject | None:
+            try:
+                async with slots:
+                    found = await self._files._call_s3("head_object", Bucket=self._bucket, Key=self._prefix + key)
+            except FileNotFoundError:
+                return None
+            # The page of a proxy has no ETag, which S3 gives each object.
+            if "ETag" not in found:
+                raise ObjectStoreError(f"{self.url} gives an object no ETag; another server answers in its place")
+            return StoredObject(key, found["ContentLength"], found["LastModified"].timestamp())
+
+        return await asyncio.gather(*map(find, keys))
+
+    def move(self, key: str, to: str) -> None:
+        copy = self._files._cp_file
+        # S3 copies an object to its own key only if something is to change.
         try:
-            self._run(self._files._call_s3, "delete_object", Bucket=self._bucket, Key=name)
+            self._run(copy, self._path(key), self._path(to), MetadataDirective="REPLACE", timeout=_MOVE_S)
+        except ObjectStoreError as cause:
+            if isinstance(cause.__cause__, FileNotFoundError):
+                raise ObjectNotFoundError(key) from cause
+            raise
+        if to != key:
+            self.delete(key)
+
+    def delete(self, key: str) -> None:
+        try:
+            self._run(self._files._call_s3, "delete_object", Bucket=self._bucket, Key=self._prefix + key)
         except ObjectStoreError as cause:
             if _code(cause) != "NoSuchKey":
                 raise
-        if not is_incomplete:
-            return
-        # Parts of an upload that was killed only cost money, and not every service lists them.
-        with contextlib.suppress(ObjectStoreError):
-            found = self._run(self._files._call_s3, "list_multipart_uploads", Bucket=self._bucket, Prefix=name)
-            for upload in found.get("Uploads", ()):
-                part = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                self._run(self._files._call_s3, "abort_multipart_upload", Bucket=self._bucket, **part)
 
-    def iterate(self, start: str = "") -> Iterator[tuple[str, int]]:
+    def iterate(self, start: str = "") -> Iterator[StoredObject]:
         more: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + start}
         while True:
             page = self._run(self._files._call_s3, "list_objects_v2", **more)
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._prefix)
                 if key != MARKER:
-                    yield key, item["Size"]
+                    yield StoredObject(key, item["Size"], item["LastModified"].timestamp())
             if not page.get("IsTruncated"):
                 return
             more["ContinuationToken"] = page["NextContinuationToken"]
+
+    def delete_unfinished(self, before_s: float) -> None:
+        # Parts of an upload that was killed only cost money, and not every service lists them.
+        with contextlib.suppress(ObjectStoreError):
+            found = self._run(self._files._call_s3, "list_multipart_uploads", Bucket=self._bucket, Prefix=self._prefix)
+            for upload in found.get("Uploads", ()):
+                if upload["Initiated"].timestamp() < before_s:
+                    part = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                    self._run(self._files._call_s3, "abort_multipart_upload", Bucket=self._bucket, **part)
 
     def _path(self, key: str) -> str:
         return f"{self._bucket}/{self._prefix}{key}"
@@ -202,6 +238,8 @@ def _code(cause: BaseException | None) -> str:
 
 
 def _translated(cause: Exception, timeout: float) -> ObjectStoreError:
+    if isinstance(cause, ObjectStoreError):
+        return cause
     code = _code(cause)
     if isinstance(cause, NoCredentialsError | PartialCredentialsError):
         return ObjectStoreError(

@@ -1,8 +1,7 @@
 """Declares the tables of the registry's database, migrates those of older releases, and copies SQLite databases.
 
-Both databases have the same tables and versions; PostgreSQL has the log of changes besides. A migration is one
-transaction. SQLite keeps a copy of the old database beside the file, for example as `gradrule.db.v1`, for an older
-server to use. A new table needs no new version: it is created if it is missing, and older servers ignore it.
+Both databases have the same tables and versions. A migration is one transaction. SQLite keeps a copy of the old
+database beside the file, for example as `gradrule.db.v1`, for an older server to use.
 """
 
 from __future__ import annotations
@@ -27,17 +26,15 @@ from sqlalchemy import (
     String,
     Table,
     TypeDecorator,
+    select,
 )
 from sqlalchemy.types import TypeEngine
 
 from gradrule_server.registry.data_folder import sync_to_disk
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = MetaData()
-
-change_metadata = MetaData()
-"""The tables that only a database of several servers has."""
 
 # Names compare and sort by their bytes, as in SQLite; PostgreSQL would use the language of the database.
 _Name = String().with_variant(String(collation="C"), "postgresql")
@@ -109,20 +106,38 @@ programs = Table(
 )
 
 
-# The log of changes, for servers that share the database. Writers add rows one at a time, so that numbers grow in the
-# order of the commits. `mark` is random: a server recognises by it whether the log is still the one that it has read.
-# Of the columns, `count` and `size` are those of `database.Change`.
-changes = Table(
-    "changes",
-    change_metadata,
-    Column("number", BigInteger, primary_key=True, autoincrement=False),
-    Column("mark", _Name, nullable=False),
-    Column("kind", _Name, nullable=False),
-    Column("tenant", _Name, nullable=False),
-    Column("name", _Name, nullable=False),
-    Column("count", Integer, nullable=False),
+# What each tenant has stored. Each transaction that changes rules or programs changes its row. The revisions increase
+# with each change: by them servers that share the database notice what others have written.
+tenant_usage = Table(
+    "tenant_usage",
+    metadata,
+    Column("tenant", _Name, primary_key=True),
+    Column("rules", BigInteger, nullable=False),
+    Column("programs", BigInteger, nullable=False),
+    Column("registry_bytes", BigInteger, nullable=False),
+    Column("rules_revision", BigInteger, nullable=False),
+    Column("programs_revision", BigInteger, nullable=False),
+)
+
+# What the blobs of each tenant's folder take in an object store.
+blob_usage = Table(
+    "blob_usage",
+    metadata,
+    Column("folder", _Name, primary_key=True),
+    Column("number", BigInteger, nullable=False),
     Column("size", BigInteger, nullable=False),
 )
+
+
+def read_meta(connection: Connection, key: str) -> str | None:
+    """Returns a value of the table `meta`; None if there is none."""
+    return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar_one_or_none()
+
+
+def write_meta(connection: Connection, key: str, value: str) -> None:
+    """Sets a value of the table `meta`."""
+    if not connection.execute(meta.update().values(value=value).where(meta.c.key == key)).rowcount:
+        connection.execute(meta.insert().values(key=key, value=value))
 
 
 def migrate(connection: Connection, version: str | None, before: Callable[[int], None]) -> bool:
@@ -137,22 +152,11 @@ def migrate(connection: Connection, version: str | None, before: Callable[[int],
     if version is None or not version.isdecimal() or int(version) not in steps:
         return False
     before(int(version))
+    metadata.create_all(connection)
     for number in range(int(version), SCHEMA_VERSION):
         for statement in steps[number]:
             connection.exec_driver_sql(statement)
-    connection.execute(meta.update().values(value=str(SCHEMA_VERSION)).where(meta.c.key == "schema_version"))
-    return True
-
-
-def add_current_views(database: sqlite3.Connection, version: str) -> bool:
-    """Adds views that show tables of an older version in the current form; returns False if `version` is unknown."""
-    if version == str(SCHEMA_VERSION):
-        return True
-    if not version.isdecimal() or int(version) not in _VIEWS:
-        return False
-    for name, query in _VIEWS[int(version)].items():
-        # Create temporary views: they belong to the connection and do not change the database.
-        database.execute(f"CREATE TEMP VIEW {name} AS {query}")
+    write_meta(connection, "schema_version", str(SCHEMA_VERSION))
     return True
 
 
@@ -214,11 +218,13 @@ _SQLITE_STEPS: Mapping[int, tuple[str, ...]] = {
     ),
 }
 
-# Version 2 is the first one in PostgreSQL.
-_STEPS: Mapping[str, Mapping[int, tuple[str, ...]]] = {"sqlite": _SQLITE_STEPS, "postgresql": {}}
-"""For each database and each older version: the statements that lead to the next version."""
+# Version 3 counts in `tenant_usage`, and has no log of changes and no index of objects.
+_DROPPED = ("program_blobs", "stored_blobs", "stored_blob_totals", "changes")
+_STEPS_TO_3: Mapping[int, tuple[str, ...]] = {2: tuple(f"DROP TABLE IF EXISTS {name}" for name in _DROPPED)}
 
-_VIEWS: Mapping[int, Mapping[str, str]] = {
-    1: {name: f"SELECT 'default' AS tenant, * FROM main.{name}" for name in ("rules", "blobs", "programs")},
+# Version 2 is the first one in PostgreSQL.
+_STEPS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
+    "sqlite": {**_SQLITE_STEPS, **_STEPS_TO_3},
+    "postgresql": _STEPS_TO_3,
 }
-"""For each older version: queries that return its changed tables in the current form."""
+"""For each database and each older version: the statements that lead to the next version."""

@@ -1,8 +1,9 @@
 """Keeps blobs in an object store that several servers share; the files of `BlobStore` are a cache of it.
 
-An upload is received into the cache's folder, verified, stored as an object, entered into the index (`stored_blobs`)
-and only then acknowledged. A blob that is not in the cache is fetched when a call needs it. Removing a file of the
-cache deletes nothing elsewhere; the limits on blobs apply to the index, whose least recently used blobs are deleted.
+The key of an object is the tenant's folder and the blob's SHA-256, so an object is there or not, and its content never
+changes. An upload is received into the cache's folder, verified, stored as an object, and only then acknowledged. A
+blob that is not in the cache is fetched when a call needs it. Servers delete no objects, except damaged ones: the
+command `gradrule registry gc` deletes those that no program needs (see `collect`).
 """
 
 from __future__ import annotations
@@ -12,36 +13,37 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import random
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, delete, insert, select
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.concurrency import PeriodicChecks, RepeatedWarning, TenantSlots, run_in_own_thread
+from gradrule_server.concurrency import RepeatedWarning, TenantSlots, run_in_own_thread
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy import missing_blobs
 from gradrule_server.policy.faults import BLOB_NAME
 from gradrule_server.registry.blob_fetches import BlobFetches
-from gradrule_server.registry.blob_index import CACHE_SETTING, BlobAmount, BlobFile, quota_exceeded
-from gradrule_server.registry.blobs import BlobCacheUse, BlobStore, Upload, disk_full, folder_name, valid_names
+from gradrule_server.registry.blob_index import CACHE_SETTING, BlobAmount, BlobFile, BlobKey, quota_exceeded
+from gradrule_server.registry.blobs import BlobCacheUse, BlobStore, Upload, disk_full, valid_names
 from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS, DISK_FULL_ERRORS, StoreError
 from gradrule_server.registry.database import Database
 from gradrule_server.registry.object_store import (
     ObjectNotFoundError,
     ObjectStore,
     ObjectStoreError,
+    StoredObject,
     check_owner,
     claim,
     open_object_store,
     read_object,
 )
-from gradrule_server.registry.stored_blobs import BlobKey, StoredBlob, StoredBlobs, blob_objects, counted_bytes
+from gradrule_server.registry.schema import blob_usage, read_meta, write_meta
 
 _log = logging.getLogger(__name__)
 
@@ -52,50 +54,107 @@ MAX_TRANSFERS = 8
 
 _PIECE_BYTES = 8 << 20
 _WAIT_FOR_UPLOADS_S = 60.0
-# Other servers discard uploads without a sign of life, see `stored_blobs`.
-_SIGN_OF_LIFE_S = 20.0
-_DELETED_BY_UPLOAD = 8
 # A blob whose bytes are wrong is read once more, because they may have been damaged on their way.
 _READ_ATTEMPTS = 2
 _RETRY_AFTER_S = 1.0
-# Time after which the periodic check begins to store no further lost blob; the next check goes on.
-_STORE_LOST_S = 5.0
+# An object that is still wanted after this time is renewed, so that `collect` takes it for a new one.
+_RENEW_AFTER_S = 600.0
+MIN_GRACE_S = 2 * _RENEW_AFTER_S
+"""Shortest time after which `collect` may delete objects."""
+
+# The folder of the default tenant.
+_DEFAULT = "default"
+_OBJECT = re.compile(r"(?:(tenant-[0-9a-f]{32})|default)/([0-9a-f]{64})(-[0-9a-f]{32})?")
+# How the keys of objects start.
+_STARTS = ("default/", "tenant-")
+_BLOCK = 4096
+# In the table `meta`: whether the objects have the keys of this release, and are counted.
+_KEYS, _KEYS_VERSION = "object_keys", "2"
+
+
+class BlobUsage:
+    """Counts what the blobs in an object store take, for all servers of a registry. All methods block.
+
+    Args:
+        database: The registry's database.
+        limit: The amount of blobs that all tenants may have.
+    """
+
+    def __init__(self, database: Database, limit: BlobAmount) -> None:
+        self._database = database
+        self.limit = limit
+        with database.read() as connection:
+            self.registry_id = read_meta(connection, "registry_id") or ""
+
+    def is_counted(self) -> bool:
+        """Returns whether the objects have the keys of this release, and are counted."""
+        with self._database.read() as connection:
+            return read_meta(connection, _KEYS) == _KEYS_VERSION
+
+    def read(self) -> dict[str, BlobAmount]:
+        """Returns the amount of each folder, including running uploads."""
+        with self._database.read() as connection:
+            return _read_amounts(connection)
+
+    def reserve(self, folder: str, size: int, limit: BlobAmount) -> None:
+        """Counts one more blob. Raises QUOTA_EXCEEDED. `limit`: of the tenant."""
+        limit = BlobAmount(min(limit.size, self.limit.size), min(limit.count, self.limit.count))
+        remedy = "delete programs and run `gradrule registry gc`"
+        with self._database.write() as connection:
+            self._database.lock(connection)
+            used = _read_amounts(connection)
+            wanted = used.get(folder, BlobAmount()).plus(size, 1)
+            if wanted.exceeds(limit):
+                raise quota_exceeded("one tenant may have", wanted, limit, self.limit, remedy=remedy)
+            total = BlobAmount(sum(item.size for item in used.values()), sum(item.count for item in used.values()))
+            if (wanted_of_all := total.plus(size, 1)).exceeds(self.limit):
+                raise quota_exceeded("the server keeps", wanted_of_all, self.limit, self.limit, remedy=remedy)
+            _write_amounts(connection, {folder: wanted})
+
+    def release(self, folder: str, size: int) -> None:
+        """Counts one blob less."""
+        with self._database.write() as connection:
+            self._database.lock(connection)
+            used = _read_amounts(connection).get(folder, BlobAmount()).plus(-size, -1)
+            _write_amounts(connection, {folder: BlobAmount(max(0, used.size), max(0, used.count))})
+
+    def replace(self, amounts: Mapping[str, BlobAmount]) -> None:
+        """Replaces all amounts, which were counted again."""
+        with self._database.write() as connection:
+            self._database.lock(connection)
+            connection.execute(delete(blob_usage))
+            _write_amounts(connection, amounts)
+            write_meta(connection, _KEYS, _KEYS_VERSION)
+
+
+def _read_amounts(connection: Connection) -> dict[str, BlobAmount]:
+    return {row.folder: BlobAmount(row.size, row.number) for row in connection.execute(select(blob_usage))}
+
+
+def _write_amounts(connection: Connection, amounts: Mapping[str, BlobAmount]) -> None:
+    for folder, amount in amounts.items():
+        connection.execute(delete(blob_usage).where(blob_usage.c.folder == folder))
+        connection.execute(insert(blob_usage).values(folder=folder, number=amount.count, size=amount.size))
 
 
 class _Shared:
     """What the stores of all tenants share.
 
     Attributes:
-        uses: The times of last uses that are not in the index yet, microseconds since 1970.
-        restored: What `follow_restore` has noted; empty at the start, None: the index was compared with the objects.
-        usage: The amount of each folder, as last seen.
+        amounts: The amount of each folder, as last seen.
         cache_use: How the cache was used; `held_bytes` is not set.
     """
 
-    def __init__(self, objects: ObjectStore, index: StoredBlobs, tenant_transfers: int) -> None:
+    def __init__(self, objects: ObjectStore, usage: BlobUsage, tenant_transfers: int) -> None:
         self.objects = objects
-        self.index = index
-        self.registry_id = index.registry_id()
+        self.usage = usage
+        self.registry_id = usage.registry_id
         self.fetches = BlobFetches(TenantSlots(MAX_TRANSFERS, tenant_transfers))
         self.lock = threading.Lock()
-        self.uses: dict[BlobKey, int] = {}
-        self.restored: Sequence[tuple[str, str, Sequence[str]]] | None = ()
         self.upload_slots = TenantSlots(MAX_TRANSFERS, tenant_transfers)
-        self.usage = index.usage()
+        self.amounts = usage.read()
         self.cache_use = BlobCacheUse()
         self.warning = RepeatedWarning(_log)
-        self.lost_warning = RepeatedWarning(_log)
-
-    def store_uses(self) -> None:
-        """Stores the times of last uses in the index."""
-        with self.lock:
-            uses, self.uses = self.uses, {}
-        try:
-            self.index.record_uses(uses)
-        except BaseException:
-            with self.lock:
-                self.uses = uses | self.uses
-            raise
 
     @contextlib.contextmanager
     def counted_fetch(self) -> Iterator[None]:
@@ -132,7 +191,7 @@ class SharedBlobStore(BlobStore):
         folder: The folder of the cache, which is created if missing.
         cache_bytes: Bytes that the cache may take on the disk.
         objects: The object store.
-        index: The index of the object store.
+        usage: Counts the blobs of all servers.
         tenant_transfers: Number of uploads of one tenant that run at a time, and of fetches.
     """
 
@@ -143,12 +202,12 @@ class SharedBlobStore(BlobStore):
         folder: Path,
         cache_bytes: int,
         objects: ObjectStore,
-        index: StoredBlobs,
+        usage: BlobUsage,
         tenant_transfers: int = MAX_TRANSFERS,
     ) -> None:
         super().__init__(folder, cache_bytes, bytes_setting=CACHE_SETTING)
-        self._shared = _Shared(objects, index, tenant_transfers)
-        self._limit = index.limit
+        self._shared = _Shared(objects, usage, tenant_transfers)
+        self._limit = usage.limit
 
     def for_tenant(self, tenant: str, capacity: int | None = None, count: int = sys.maxsize) -> Self:
         view = super().for_tenant(tenant)
@@ -171,7 +230,7 @@ class SharedBlobStore(BlobStore):
 
     @property
     def _used(self) -> BlobAmount:
-        return self._shared.usage.get(self.folder_name, BlobAmount())
+        return self._shared.amounts.get(self.folder_name, BlobAmount())
 
     def cache_use(self) -> BlobCacheUse:
         with self._shared.lock:
@@ -179,25 +238,39 @@ class SharedBlobStore(BlobStore):
 
     def missing(self, names: Iterable[str]) -> list[str]:
         wanted = valid_names(names)
-        found = self._shared.index.find(self.folder_name, wanted)
-        for name in wanted:
-            if name in found:
-                self._note_use(name)
+        found = self._find(wanted)
+        with self._shared.reaching_objects():
+            for item in list(found.values()):
+                if time.time() - item.modified_s > _RENEW_AFTER_S:
+                    try:
+                        self._shared.objects.move(item.key, item.key)
+                    except ObjectNotFoundError:
+                        # Deleted just now.
+                        found.pop(item.key.rpartition("/")[2])
         return [name for name in wanted if name not in found]
+
+    def _find(self, names: Iterable[str]) -> dict[str, StoredObject]:
+        """Returns the objects of those blobs that are stored, by name. Raises UNAVAILABLE."""
+        keys = {object_key(self.folder_name, name): name for name in names}
+        with self._shared.reaching_objects():
+            found = self._shared.objects.find(keys)
+            if len(found) < len(keys):
+                check_owner(self._shared.objects, self._shared.registry_id)
+        return {keys[key]: item for key, item in found.items()}
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         wanted = valid_names(names)
-        # Blobs in the cache must work while the object store or its index cannot be reached.
+        # Blobs in the cache must work while the object store cannot be reached.
         cached = {name: self.size(name) for name in wanted if self._is_present(name)}
         absent = [name for name in wanted if name not in cached]
-        found = self._shared.index.find(self.folder_name, absent) if absent else {}
-        return [cached[name] if name in cached else found[name].length if name in found else -1 for name in names]
+        found = self._find(absent) if absent else {}
+        return [cached[name] if name in cached else found[name].size if name in found else -1 for name in names]
 
     def check_length(self, length: int) -> None:
-        limit = BlobAmount(min(self._limit.size, self._shared.index.limit.size), 1)
+        limit = BlobAmount(min(self._limit.size, self._shared.usage.limit.size), 1)
         wanted = BlobAmount(counted_bytes(length), 1)
         if wanted.exceeds(limit):
-            raise quota_exceeded("one tenant may have", wanted, limit, self._shared.index.limit)
+            raise quota_exceeded("one tenant may have", wanted, limit, self._shared.usage.limit)
 
     def publish(self, name: str, path: Path, length: int) -> None:
         shared = self._shared
@@ -210,51 +283,30 @@ class SharedBlobStore(BlobStore):
                     "other uploads to the object store have not ended; try again later",
                     retry_after_s=_RETRY_AFTER_S,
                 ) from cause
-            try:
-                self._publish(name, path, length)
-            finally:
-                with contextlib.suppress(GradruleError):
-                    shared.usage = shared.index.usage()
+            self._publish(name, path, length)
 
     def _publish(self, name: str, path: Path, length: int) -> None:
-        shared, index = self._shared, self._shared.index
-        # The order in which blobs are removed must be the current one.
-        shared.store_uses()
-        with self._index.lock:
-            kept = {(folder, blob) for folder, tenant in self._index.tenants.items() for blob in tenant.pins}
-        key, removed = index.reserve(self.folder_name, name, length, limit=self._limit, kept=kept)
-        if key is None:
-            return
-        is_stored = False
+        shared, size = self._shared, counted_bytes(length)
+        is_new = not self._find([name])
+        if is_new:
+            shared.usage.reserve(self.folder_name, size, self._limit)
         try:
-            with PeriodicChecks(_SIGN_OF_LIFE_S, lambda: self._record_upload(key)), shared.reaching_objects():
-                # The periodic check of a server deletes the others: the caller must not wait for thousands.
-                self._delete(removed[:_DELETED_BY_UPLOAD])
+            with shared.reaching_objects():
                 try:
-                    shared.objects.put(key, path)
+                    # Also if it is there: to renew it, and in case that it is damaged.
+                    shared.objects.put(object_key(self.folder_name, name), path)
                 except OSError as cause:
                     if cause.errno not in DISK_FULL_ERRORS:
                         raise ObjectStoreError(str(cause)) from cause
                     raise disk_full(cause, f"the file system of {shared.objects.url}", "--max-blob-bytes") from cause
-            is_stored = index.commit(key)
-        finally:
-            if not is_stored:
-                # If the database is away, another server discards the upload later.
+        except BaseException:
+            if is_new:
+                # If the database is away, `collect` counts again later.
                 with contextlib.suppress(GradruleError):
-                    if index.cancel(key):
-                        self._delete([key], are_incomplete=True)
-        if not is_stored:
-            raise error(
-                errors_pb2.ERROR_REASON_UNAVAILABLE,
-                "the upload took so long that another server has discarded it; try again",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-
-    def _record_upload(self, key: str) -> None:
-        try:
-            self._shared.index.record_upload(key)
-        except GradruleError as cause:
-            _log.debug("the index of blobs cannot be changed now: %s", cause)
+                    shared.usage.release(self.folder_name, size)
+            raise
+        finally:
+            self.maintain()
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         # Not in the threads of `asyncio.to_thread`: a slow object store would leave none for other work.
@@ -283,13 +335,13 @@ class SharedBlobStore(BlobStore):
         """Fetches blobs into the cache. Raises BLOB_NOT_FOUND with all that are not stored."""
         if not names:
             return
-        found = await asyncio.to_thread(self._shared.index.find, self.folder_name, names)
+        found = await asyncio.to_thread(self._find, names)
         missing = [name for name in names if name not in found]
         if missing:
             raise missing_blobs(missing)
         fetches = (
-            self._shared.fetches.fetch((self.folder_name, name), functools.partial(self._download, name, blob))
-            for name, blob in found.items()
+            self._shared.fetches.fetch((self.folder_name, name), functools.partial(self._download, name, item))
+            for name, item in found.items()
             # Another call may have fetched it meanwhile.
             if name not in self._own.files
         )
@@ -297,13 +349,13 @@ class SharedBlobStore(BlobStore):
             if failure is not None:
                 raise failure
 
-    def _download(self, name: str, blob: StoredBlob, is_unwanted: threading.Event) -> None:
+    def _download(self, name: str, item: StoredObject, is_unwanted: threading.Event) -> None:
         """Copies a blob into the cache. Raises BLOB_NOT_FOUND if its object is damaged or missing."""
         with self._shared.counted_fetch(), self._shared.reaching_objects():
             for _ in range(_READ_ATTEMPTS):
                 incoming = Upload(self, name, is_copy=True)
                 try:
-                    for piece in read_object(self._shared.objects, blob.object, blob.length):
+                    for piece in read_object(self._shared.objects, item.key, item.size):
                         if is_unwanted.is_set():
                             return
                         incoming.write(piece)
@@ -321,129 +373,21 @@ class SharedBlobStore(BlobStore):
                     incoming.close()
             else:
                 problem = "is damaged: its bytes do not have the SHA-256 in its name"
-            self._discard(name, blob, problem)
+            check_owner(self._shared.objects, self._shared.registry_id)
+            _log.warning(
+                "the object %s in %s %s; calls that need the blob ask clients to upload it again",
+                item.key,
+                self._shared.objects.url,
+                problem,
+            )
+            self._shared.objects.delete(item.key)
+            self._shared.usage.release(self.folder_name, counted_bytes(item.size))
             raise missing_blobs([name])
 
-    def _discard(self, name: str, blob: StoredBlob, problem: str) -> None:
-        """Removes a blob whose object cannot be used, unless it has another object by now."""
-        shared = self._shared
-        if shared.index.find(self.folder_name, [name]).get(name) != blob:
-            return
-        check_owner(shared.objects, shared.registry_id)
-        _log.warning(
-            "the object %s in %s %s; calls that need the blob ask clients to upload it again, unless a server has it "
-            "in its cache and a program needs it: that server stores it again within seconds",
-            blob.object,
-            shared.objects.url,
-            problem,
-        )
-        shared.index.mark_deleted([blob.object])
-        self._delete([blob.object])
-
-    def _delete(self, keys: Sequence[str], *, are_incomplete: bool = False) -> None:
-        """Deletes objects that were marked; the periodic check of any server repeats what fails."""
-        deleted = []
-        try:
-            for key in keys:
-                self._shared.objects.delete(key, is_incomplete=are_incomplete)
-                deleted.append(key)
-        except ObjectStoreError as cause:
-            _log.debug("objects of removed blobs are not deleted yet: %s", cause)
-        if deleted:
-            self._shared.index.forget(deleted)
-
-    def record_need(self, connection: Connection, tenant: str, program_id: str, names: Sequence[str]) -> None:
-        self._shared.index.need(connection, tenant, program_id, self.folder_name, names)
-
-    def record_needs(self, wanted: Iterable[tuple[str, str, Sequence[str]]]) -> None:
-        self._shared.index.add_needs(
-            (tenant, program_id, folder_name(tenant), names) for tenant, program_id, names in wanted
-        )
-
     def maintain(self) -> None:
-        """Stores times of last uses, and deletes what killed servers left; called every few seconds."""
-        shared = self._shared
-        try:
-            shared.store_uses()
-            shared.usage = shared.index.usage()
-            self._delete(shared.index.take_lost(), are_incomplete=True)
-            self._compare_once()
-            self._store_lost()
-        except ObjectStoreError as cause:
-            _log.debug("the objects cannot be listed now: %s", cause)
-        except GradruleError as cause:
-            # The database, which reports this itself, is away.
-            _log.debug("the index of blobs cannot be changed now: %s", cause)
-
-    def _store_lost(self) -> None:
-        """Stores blobs of the cache again that programs need and whose objects were lost or damaged."""
-        lost, tenants = self._shared.index.lost(), self._index.tenants
-        with self._index.lock:
-            held = [(folder, name) for folder, name in lost if folder in tenants and name in tenants[folder].files]
-        # Several servers may have the same blobs.
-        random.shuffle(held)
-        end = time.monotonic() + _STORE_LOST_S
-        for folder, name in held:
-            if time.monotonic() > end:
-                return
-            self._in_folder(folder)._store_again(name)
-
-    def _store_again(self, name: str) -> None:
-        # Verify the hash now: the file may have been damaged since its first use.
-        if (file := self._own.files.get(name)) is not None:
-            file.verified = None
-        try:
-            with self.pinned([name]):
-                self.publish(name, self.folder / name, self.size(name))
-        except GradruleError as cause:
-            # The file was removed or damaged; another server may have the blob.
-            if cause.reason == errors_pb2.ERROR_REASON_BLOB_NOT_FOUND:
-                return
-            self._shared.lost_warning.report(
-                f"the blob {name}, whose object was lost, cannot be stored again now: {cause.message}"
-            )
-            raise
-        self._shared.lost_warning.report(None)
-        _log.warning("the blob %s, whose object was lost, was stored again from the cache", name)
-
-    def follow_restore(self, wanted: Iterable[tuple[str, str, Sequence[str]]]) -> None:
-        self._shared.restored = list(wanted)
-
-    def _compare_once(self) -> None:
-        """Compares the index with the objects, if a backup may have been restored since that was done."""
-        shared = self._shared
-        restored, shared.restored = shared.restored, None
-        if restored is None:
-            return
-        try:
-            self.record_needs(restored)
-            self.compare_objects()
-        except BaseException:
-            if shared.restored is None:
-                shared.restored = restored
-            raise
-
-    def compare_objects(self) -> None:
-        """Enters objects into the index that it lacks, and removes blobs without objects. Raises `ObjectStoreError`."""
-        objects = self._shared.objects
-
-        def find_missing(keys: Sequence[str]) -> Sequence[str]:
-            if not keys:
-                return ()
-            # Before thousands of requests, and again in case that something else has answered them.
-            check_owner(objects, self._shared.registry_id)
-            missing = _missing_objects(objects, keys)
-            if missing:
-                check_owner(objects, self._shared.registry_id)
-            return missing
-
-        added, lost = self._shared.index.compare(blob_objects(objects), find_missing)
-        if added:
-            _log.info("%d blobs in %s were entered into the index", added, objects.url)
-        if lost:
-            _log.warning(
-                "%d blobs are missing in %s; calls that need them ask clients to upload them again", lost, objects.url
-            )
+        """Reads what the blobs of all tenants take; called at intervals."""
+        with contextlib.suppress(GradruleError):
+            self._shared.amounts = self._shared.usage.read()
 
     def adopt_folder(self, folder: Path) -> int:
         """Moves the blobs of a server without an object store into the object store; returns their number.
@@ -477,16 +421,6 @@ class SharedBlobStore(BlobStore):
                 upload.close()
         return count
 
-    def _is_present(self, name: str, *, is_used: bool = False) -> bool:
-        is_present = super()._is_present(name, is_used=is_used)
-        if is_present:
-            self._note_use(name)
-        return is_present
-
-    def _note_use(self, name: str) -> None:
-        with self._shared.lock:
-            self._shared.uses[self.folder_name, name] = time.time_ns() // 1000
-
     def _remove_damaged(self, name: str, file: BlobFile) -> None:
         path = self.folder / name
         path.unlink()
@@ -494,40 +428,86 @@ class SharedBlobStore(BlobStore):
         _log.warning("the file %s of the cache is damaged; the blob is fetched again", path)
 
 
-def _missing_objects(objects: ObjectStore, keys: Sequence[str]) -> list[str]:
-    """Returns which objects are missing, by reading a byte of each. Raises `ObjectStoreError`.
+def object_key(folder: str, name: str) -> str:
+    """Returns the key of a blob's object. `folder`: the tenant's, see `blobs.folder_name`."""
+    return f"{folder or _DEFAULT}/{name}"
 
-    HEAD requests would not do: their answers have no body that tells an S3 service from a proxy.
+
+def counted_bytes(length: int) -> int:
+    """Returns the bytes of a blob that count towards limits, as on a disk with blocks of 4 KiB."""
+    return -(-length // _BLOCK) * _BLOCK
+
+
+def collect(
+    objects: ObjectStore, usage: BlobUsage, needed: Callable[[], Collection[BlobKey]], grace_s: float
+) -> tuple[int, int]:
+    """Deletes the objects of blobs that no program needs, and counts the others again; servers may run meanwhile.
+
+    Args:
+        objects: The object store.
+        usage: Counts its blobs.
+        needed: Returns folder and name of the blobs that stored programs need.
+        grace_s: Objects that were stored or renewed within this time stay, because a program may be about to need
+            them; at least `MIN_GRACE_S` seconds.
+
+    Returns:
+        The number of deleted objects, and their bytes.
+
+    Raises:
+        ObjectStoreError: The object store cannot be used, or belongs to another registry.
+        GradruleError: The database cannot be used.
     """
-    missing: list[str] = []
-    failures: list[Exception] = []
-    left = iter(keys)
-    lock = threading.Lock()
+    check_owner(objects, usage.registry_id)
+    oldest_s = time.time() - max(grace_s, MIN_GRACE_S)
+    found = {key: item for item in _blob_objects(objects) if (key := _blob_of(item.key)) is not None}
+    # Read the programs after the objects: a newer program has renewed its blobs, or has found them missing.
+    kept = set(needed())
+    count = size = 0
+    for key, item in list(found.items()):
+        if key in kept or item.modified_s > oldest_s:
+            continue
+        # It may have been renewed since.
+        now = objects.find([item.key]).get(item.key)
+        if now is not None and now.modified_s <= oldest_s:
+            objects.delete(item.key)
+            del found[key]
+            count, size = count + 1, size + item.size
+    usage.replace(_amounts(found))
+    objects.delete_unfinished(oldest_s)
+    return count, size
 
-    def read_all() -> None:
-        while not failures:
-            with lock:
-                key = next(left, None)
-            if key is None:
-                return
-            try:
-                objects.read(key, 0, 1)
-            except ObjectNotFoundError:
-                missing.append(key)
-            except Exception as cause:
-                failures.append(cause)
 
-    # Daemon threads, because a server that ends does not wait for the object store.
-    readers = [
-        threading.Thread(target=read_all, name="blob-check", daemon=True) for _ in range(min(MAX_TRANSFERS, len(keys)))
-    ]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    if failures:
-        raise failures[0]
-    return missing
+def _blob_of(key: str) -> BlobKey | None:
+    """Returns the blob of an object; None if the object is none of this program."""
+    match = _OBJECT.fullmatch(key)
+    return None if match is None else (match[1] or "", match[2])
+
+
+def _blob_objects(objects: ObjectStore) -> Iterator[StoredObject]:
+    """Yields each object that may be a blob; a bucket may have other objects besides."""
+    for start in _STARTS:
+        yield from objects.iterate(start)
+
+
+def _amounts(found: Mapping[BlobKey, StoredObject]) -> dict[str, BlobAmount]:
+    amounts: dict[str, BlobAmount] = {}
+    for (folder, _), item in found.items():
+        amounts[folder] = amounts.get(folder, BlobAmount()).plus(counted_bytes(item.size), 1)
+    return amounts
+
+
+def _rename_objects(objects: ObjectStore, usage: BlobUsage) -> None:
+    """Gives objects of the last release, whose keys end with random digits, the keys of this one, and counts all."""
+    found: dict[BlobKey, StoredObject] = {}
+    for item in list(_blob_objects(objects)):
+        blob = _blob_of(item.key)
+        if blob is not None:
+            if item.key != (key := object_key(*blob)):
+                # Another server may have done it.
+                with contextlib.suppress(ObjectNotFoundError):
+                    objects.move(item.key, key)
+            found[blob] = item
+    usage.replace(_amounts(found))
 
 
 def open_shared_blobs(
@@ -539,7 +519,7 @@ def open_shared_blobs(
     *,
     tenant_transfers: int = MAX_TRANSFERS,
 ) -> SharedBlobStore:
-    """Opens an object store for blobs, and its index in the registry. Moves blobs of the data folder there.
+    """Opens an object store for blobs. Moves blobs of the data folder there.
 
     Args:
         url: See `open_object_store`.
@@ -553,19 +533,18 @@ def open_shared_blobs(
         StoreError: The object store cannot be used, or belongs to another registry.
     """
     objects = open_object_store(url)
-    index = StoredBlobs(database, limit)
-    is_new = claim(objects, index.registry_id())
+    usage = BlobUsage(database, limit)
+    is_new = claim(objects, usage.registry_id)
     try:
-        if is_new and not index.is_empty():
+        if is_new and any(amount.count for amount in usage.read().values()):
             _log.warning(
                 "%s is new, but the registry has blobs in an object store: those are missing until clients upload them "
                 "again, or until their objects are copied there",
                 objects.url,
             )
-        is_lost = not is_new and index.is_empty()
-        blobs = SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, index, tenant_transfers)
-        if is_lost:
-            blobs.compare_objects()
+        if is_new or not usage.is_counted():
+            _rename_objects(objects, usage)
+        blobs = SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, usage, tenant_transfers)
         blobs.adopt_folder(data_dir / BLOBS)
     except (ObjectStoreError, GradruleError) as cause:
         raise StoreError(f"--blobs {objects.url} cannot be used: {cause}") from cause

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, inspect, select
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect
 from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -37,8 +37,17 @@ from gradrule_server.registry.data_folder import (
     sync_to_disk,
     write_marker,
 )
-from gradrule_server.registry.database import Change, Database, Follower, T
-from gradrule_server.registry.schema import SCHEMA_VERSION, copy_database, meta, metadata, migrate, old_version_path
+from gradrule_server.registry.database import Database, T
+from gradrule_server.registry.schema import (
+    SCHEMA_VERSION,
+    copy_database,
+    metadata,
+    migrate,
+    old_version_path,
+    read_meta,
+    write_meta,
+)
+from gradrule_server.registry.usage import count_again
 
 _log = logging.getLogger(__name__)
 
@@ -164,11 +173,12 @@ class SqliteDatabase(Database):
                 if not self._is_new:
                     refuse_lost_database(folder, "empty")
                 metadata.create_all(connection)
-                connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
+                write_meta(connection, "schema_version", str(SCHEMA_VERSION))
             elif "meta" not in tables:
                 raise StoreError(f"{self.path} is the database of another program; move it, or give another --data-dir")
             else:
                 self._check_tables(connection, tables)
+            count_again(connection)
             registry_id = self._identify(connection, marker)
         if marker != registry_id:
             write_marker(folder, registry_id)
@@ -182,8 +192,7 @@ class SqliteDatabase(Database):
             report = connection.exec_driver_sql(f"PRAGMA quick_check({table})").scalar_one()
             if report != "ok":
                 raise _damaged(self.path, str(report))
-        query = select(meta.c.value).where(meta.c.key == "schema_version")
-        version = connection.execute(query).scalar_one_or_none()
+        version = read_meta(connection, "schema_version")
         if migrate(connection, version, lambda old: copy_database(self.path, old_version_path(self.path, old))):
             _log.info("%s had schema version %s and has %d now", self.path, version, SCHEMA_VERSION)
         elif version != str(SCHEMA_VERSION):
@@ -198,18 +207,17 @@ class SqliteDatabase(Database):
         Raises:
             StoreError: The marker has another id, so the file is from another folder.
         """
-        query = select(meta.c.value).where(meta.c.key == "registry_id")
-        found = connection.execute(query).scalar_one_or_none()
+        found = read_meta(connection, "registry_id")
         if found is None:
             # The registry is new, or was created by a release without ids.
             found = marker or uuid.uuid4().hex
-            connection.execute(insert(meta).values(key="registry_id", value=found))
+            write_meta(connection, "registry_id", found)
         elif marker and marker != found:
             raise StoreError(
                 f"{self.path} belongs to another registry than the one that was in this folder (see {MARKER}); put "
                 f"the file of that registry back, or remove {MARKER} to use this one"
             )
-        return str(found)
+        return found
 
     def _check_files(self) -> None:
         """Raises UNAVAILABLE if the files were removed or replaced: writes to them would be lost."""
@@ -244,26 +252,20 @@ class SqliteDatabase(Database):
                 "the server's disk for rules and programs is full; its operator must free space",
             ) from cause
 
-    def exclusively(self, work: Callable[[], T], first: Callable[[], None] | None = None) -> T:
-        """Runs `work`: no other server uses the database, and the locks of its caller suffice."""
-        return work()
+    def lock(self, connection: Connection) -> None:
+        """Does nothing: one transaction of `write` runs at a time."""
 
-    def consistently(self, work: Callable[[], T]) -> T:
-        """Runs `work`."""
-        return work()
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: no other server uses the database."""
+        return nullcontext()
 
-    def refresh(self) -> None:
-        """Does nothing: no other server writes."""
-
-    def follow(self, follower: Follower) -> None:
-        """Does nothing: there are no changes of other servers."""
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: backups read a copy of the file."""
+        return nullcontext()
 
     def time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
         """Returns a context that does nothing: the time of statements is not limited."""
         return nullcontext()
-
-    def record(self, connection: Connection, change: Change) -> None:
-        """Does nothing: nobody reads a log."""
 
     def delete(self, work: Callable[[Connection], T]) -> T:
         """Runs a transaction that frees space; uses the reserved space if the disk is full."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,8 @@ from sqlalchemy import (
     Boolean,
     ColumnElement,
     Connection,
-    LargeBinary,
     Row,
     Select,
-    Table,
-    cast,
     delete,
     exists,
     func,
@@ -32,8 +30,20 @@ from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from gradrule_server.registry.database import Change, Database, Follower, T, open_database
-from gradrule_server.registry.schema import blobs, programs, rules
+from gradrule_server.quotas import Quota
+from gradrule_server.registry.database import Database, open_database
+from gradrule_server.registry.schema import blobs, programs, read_meta, rules
+from gradrule_server.registry.usage import (
+    PROGRAM_BYTES,
+    RULE_BYTES,
+    Usage,
+    change_usage,
+    read_total,
+    read_usage,
+)
+
+Quotas = Mapping[str, Quota]
+"""Limits of a tenant by resource: `rules`, `programs`, `registry_bytes`."""
 
 DEFAULT_TENANT = "default"
 """The tenant of callers without credentials, and of rows that releases without tenants wrote."""
@@ -41,6 +51,10 @@ DEFAULT_TENANT = "default"
 
 class UnreadableRowError(Exception):
     """A stored rule or program cannot be read by this release; the message says why."""
+
+
+class _IdTakenError(Exception):
+    """There is a program of this id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +108,7 @@ class Store:
 
     @property
     def database(self) -> Database:
-        """The database, for the index of shared blobs."""
+        """The database, for backups and for the limits on shared blobs."""
         return self._database
 
     def close(self) -> None:
@@ -105,21 +119,29 @@ class Store:
         """Checks the database, see `Database.check`; called at intervals."""
         self._database.check()
 
-    def exclusively(self, work: Callable[[], T], first: Callable[[], None] | None = None) -> T:
-        """Runs `work`, which writes at most once, while no other server writes, see `Database.exclusively`."""
-        return self._database.exclusively(work, first)
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Lets no other server write within the context, see `Database.exclusively`."""
+        return self._database.exclusively()
 
-    def consistently(self, work: Callable[[], T]) -> T:
-        """Runs `work`, which reads one state of the rows, see `Database.consistently`."""
-        return self._database.consistently(work)
+    def registry_id(self) -> str:
+        """Returns the id of the registry."""
+        with self._database.read() as connection:
+            return read_meta(connection, "registry_id") or ""
 
-    def refresh(self) -> None:
-        """Applies what other servers have written before this call."""
-        self._database.refresh()
+    def tenants(self) -> list[str]:
+        """Returns the tenants that have ever stored a rule or a program, ordered by name."""
+        with self._database.read() as connection:
+            return sorted(read_usage(connection))
 
-    def follow(self, follower: Follower) -> None:
-        """Sets who applies what other servers write, see `Database.follow`."""
-        self._database.follow(follower)
+    def usage(self, tenants: Collection[str]) -> dict[str, Usage]:
+        """Returns what tenants have stored; those that never stored anything are left out."""
+        with self._database.read() as connection:
+            return read_usage(connection, tenants)
+
+    def total_usage(self) -> Usage:
+        """Returns what all tenants have stored together."""
+        with self._database.read() as connection:
+            return read_total(connection)
 
     def rules(self, tenant: str = DEFAULT_TENANT, names: Collection[str] | None = None) -> list[RuleRow]:
         """Returns the rules of a tenant, ordered by name: all, or those of `names` that exist."""
@@ -133,7 +155,7 @@ class Store:
             query = query.where(rules.c.name.in_(names))
         with self._database.read() as connection:
             # Only a server on a network needs time for the size.
-            total = query.with_only_columns(func.sum(_RULE_BYTES)).order_by(None)
+            total = query.with_only_columns(func.sum(RULE_BYTES)).order_by(None)
             total_size = connection.execute(total).scalar_one() if self.is_shared else 0
             # Row by row: all rules together may be larger than the memory.
             query = query.execution_options(stream_results=True, max_row_buffer=16) if self.is_shared else query
@@ -141,35 +163,40 @@ class Store:
                 for row in found:
                     yield RuleRow(**row._mapping)
 
-    def add_rule(self, row: RuleRow, tenant: str = DEFAULT_TENANT, *, replaces: bool = False) -> None:
-        """Adds a rule; its name must be unused. `replaces`: whether to remove a rule of this name first."""
-        with self._database.write() as connection:
-            freed = self._delete_rule(connection, row.name, tenant) if replaces else 0
-            connection.execute(insert(rules).values(asdict(row) | {"tenant": tenant}))
-            change = Change("rule", tenant, row.name, 0 if replaces else 1, counted_size(row) - freed)
-            self._database.record(connection, change)
+    def rule_times(self, tenant: str) -> dict[str, int]:
+        """Returns when each rule of a tenant was created, microseconds since 1970."""
+        query = select(rules.c.name, rules.c.create_time_us).where(rules.c.tenant == tenant)
+        with self._database.read() as connection:
+            return {row.name: row.create_time_us for row in connection.execute(query)}
 
-    def remove_rule(self, name: str, tenant: str = DEFAULT_TENANT) -> None:
-        """Removes a rule."""
+    def add_rule(
+        self, row: RuleRow, tenant: str = DEFAULT_TENANT, *, replaces: bool = False, quotas: Quotas | None = None
+    ) -> None:
+        """Adds a rule; its name must be unused.
+
+        Args:
+            row: The rule.
+            tenant: The tenant.
+            replaces: Whether to remove a rule of this name first.
+            quotas: The tenant's limits, see `change_usage`.
+        """
+        with self._database.write() as connection:
+            self._database.lock(connection)
+            freed = _delete_rule(connection, row.name, tenant) if replaces else None
+            connection.execute(insert(rules).values(asdict(row) | {"tenant": tenant}))
+            change = Usage(int(freed is None), 0, counted_size(row) - (freed or 0), 1)
+            change_usage(connection, tenant, change, quotas)
+
+    def remove_rule(self, name: str, tenant: str = DEFAULT_TENANT, quotas: Quotas | None = None) -> None:
+        """Removes a rule, if it exists."""
 
         def remove(connection: Connection) -> None:
-            freed = self._delete_rule(connection, name, tenant)
-            self._database.record(connection, Change("rule", tenant, name, -1, -freed))
+            self._database.lock(connection)
+            freed = _delete_rule(connection, name, tenant)
+            if freed is not None:
+                change_usage(connection, tenant, Usage(-1, 0, -freed, 1), quotas)
 
         self._database.delete(remove)
-
-    def counts(self) -> tuple[int, int]:
-        """Returns the numbers of rules and of programs of all tenants."""
-        with self._database.read() as connection:
-            return (
-                connection.execute(select(func.count()).select_from(rules)).scalar_one(),
-                connection.execute(select(func.count()).select_from(programs)).scalar_one(),
-            )
-
-    def kept_bytes(self, tenant: str | None = None) -> int:
-        """Returns the bytes of rules and programs of a tenant; None: of all tenants. See `counted_size`."""
-        with self._database.read() as connection:
-            return sum(int(connection.execute(_kept_bytes(*columns, tenant)).scalar_one()) for columns in _COUNTED)
 
     def program_identities(self, tenant: str = DEFAULT_TENANT, ids: Collection[str] | None = None) -> dict[str, str]:
         """Returns the identity of each program of a tenant by id: of all, or of those of `ids` that exist."""
@@ -178,6 +205,12 @@ class Store:
             query = query.where(programs.c.id.in_(ids))
         with self._database.read() as connection:
             return {row.id: row.identity for row in connection.execute(query)}
+
+    def program_keys(self, tenant: str) -> list[tuple[str, str, str]]:
+        """Returns id, identity and the graph's SHA-256 of each program of a tenant, ordered by the latter."""
+        query = select(programs.c.id, programs.c.identity, programs.c.graph_digest).where(programs.c.tenant == tenant)
+        with self._database.read() as connection:
+            return [tuple(row) for row in connection.execute(query.order_by(programs.c.graph_digest, programs.c.id))]
 
     def program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> ProgramRow | None:
         """Returns the metadata of a program; None if there is none."""
@@ -252,76 +285,63 @@ class Store:
         with _damage_is_unreadable(), self._database.read() as connection:
             return connection.execute(query).scalar_one_or_none() or 0
 
-    def add_graph(self, graph: bytes, tenant: str = DEFAULT_TENANT) -> bool:
-        """Adds the graph of a program that `add_program` adds in the same transaction; returns whether it is new.
-
-        For `first` of `exclusively`: a large graph takes long, and no lock is held meanwhile.
-        """
-        digest = hashlib.sha256(graph).hexdigest()
-        added = upsert(blobs).values(tenant=tenant, digest=digest, content=graph).on_conflict_do_nothing()
-        with self._database.write() as connection, self._database.time_for(connection, len(graph)):
-            if connection.execute(_same_graph(digest, tenant)).one_or_none() is not None:
-                return False
-            return connection.execute(added.returning(blobs.c.digest)).one_or_none() is not None
-
     def add_program(
         self,
         row: ProgramRow,
         content: ProgramContent,
         tenant: str = DEFAULT_TENANT,
         *,
-        before: Callable[[int], None] = lambda _: None,
-        within: Callable[[Connection], None] = lambda _: None,
-        is_graph_added: bool = False,
-    ) -> None:
-        """Adds a program, whose id must be unused, and its graph if the tenant does not have it.
+        quotas: Quotas | None = None,
+    ) -> bool:
+        """Adds a program, and its graph if the tenant does not have it; returns False if its id is taken.
 
         Args:
             row: The program's metadata.
             content: Its source.
             tenant: The tenant.
-            before: Called with the number of added bytes; if it raises, nothing is added.
-            within: Called in the transaction after the program was added; if it raises, nothing is added.
-            is_graph_added: Whether `add_graph` has added the graph in this transaction.
+            quotas: The tenant's limits, see `change_usage`.
         """
+        is_added = False
         digest = hashlib.sha256(content.graph).hexdigest()
         size = len(row.summary) + len(content.spec) + len(content.snapshot)
+        values = {"tenant": tenant, "graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
         with (
+            contextlib.suppress(_IdTakenError),
             self._database.write() as connection,
             self._database.time_for(connection, size + len(content.graph)),
         ):
-            is_missing = connection.execute(_same_graph(digest, tenant)).one_or_none() is None
-            if is_missing or is_graph_added:
-                size += len(content.graph)
-            before(size)
-            if is_missing:
-                connection.execute(insert(blobs).values(tenant=tenant, digest=digest, content=content.graph))
-            connection.execute(
-                insert(programs).values(
-                    asdict(row)
-                    | {"tenant": tenant, "graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
-                )
-            )
-            within(connection)
-            self._database.record(connection, Change("program", tenant, row.id, 1, size))
+            # A large graph takes long: add it before other servers have to wait.
+            is_new = _add_graph(connection, content.graph, digest, tenant)
+            self._database.lock(connection)
+            is_taken = exists().where(programs.c.tenant == tenant, programs.c.id == row.id)
+            if connection.execute(select(is_taken)).scalar_one():
+                # Undo the addition of the graph.
+                raise _IdTakenError
+            # Another server may have removed the graph with its last program meanwhile.
+            is_new = _add_graph(connection, content.graph, digest, tenant) or is_new
+            connection.execute(insert(programs).values(asdict(row) | values))
+            added = size + len(content.graph) if is_new else size
+            change_usage(connection, tenant, Usage(0, 1, added, 0, 1), quotas)
+            is_added = True
+        return is_added
 
-    def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> int:
-        """Removes a program, and its graph if no other program of the tenant has it; returns the freed bytes."""
+    def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT, quotas: Quotas | None = None) -> bool:
+        """Removes a program, and its graph if no other program has it; returns False if there is no such program."""
 
-        def remove(connection: Connection) -> int:
+        def remove(connection: Connection) -> bool:
+            self._database.lock(connection)
             is_meant = (programs.c.tenant == tenant) & (programs.c.id == program_id)
-            found = connection.execute(select(programs.c.graph_digest, _PROGRAM_BYTES).where(is_meant)).one_or_none()
+            found = connection.execute(select(programs.c.graph_digest, PROGRAM_BYTES).where(is_meant)).one_or_none()
             if found is None:
-                return 0
+                return False
             digest, freed = found
             connection.execute(delete(programs).where(is_meant))
             still_used = exists().where(programs.c.tenant == tenant, programs.c.graph_digest == digest)
             is_unused = (blobs.c.tenant == tenant) & (blobs.c.digest == digest) & ~still_used
             graph = connection.execute(select(func.length(blobs.c.content)).where(is_unused)).scalar_one_or_none()
             connection.execute(delete(blobs).where(is_unused))
-            size = int(freed) + (graph or 0)
-            self._database.record(connection, Change("program", tenant, program_id, -1, -size))
-            return size
+            change_usage(connection, tenant, Usage(0, -1, -int(freed) - (graph or 0), 0, 1), quotas)
+            return True
 
         return self._database.delete(remove)
 
@@ -334,13 +354,21 @@ class Store:
             with self._database.time_for(connection, int(total_size or 0)):
                 return connection.execute(query).all()
 
-    def _delete_rule(self, connection: Connection, name: str, tenant: str) -> int:
-        """Deletes a rule, and returns the freed bytes."""
-        is_meant = (rules.c.tenant == tenant) & (rules.c.name == name)
-        # Only the log needs the size.
-        freed = connection.execute(select(_RULE_BYTES).where(is_meant)).scalar_one_or_none() if self.is_shared else 0
-        connection.execute(delete(rules).where(is_meant))
-        return freed or 0
+
+def _delete_rule(connection: Connection, name: str, tenant: str) -> int | None:
+    """Deletes a rule, and returns the freed bytes; None: there is no such rule."""
+    is_meant = (rules.c.tenant == tenant) & (rules.c.name == name)
+    freed = connection.execute(select(RULE_BYTES).where(is_meant)).scalar_one_or_none()
+    connection.execute(delete(rules).where(is_meant))
+    return None if freed is None else int(freed)
+
+
+def _add_graph(connection: Connection, graph: bytes, digest: str, tenant: str) -> bool:
+    """Adds a graph unless the tenant has it; returns whether it is new."""
+    if connection.execute(_same_graph(digest, tenant)).one_or_none() is not None:
+        return False
+    added = upsert(blobs).values(tenant=tenant, digest=digest, content=graph).on_conflict_do_nothing()
+    return connection.execute(added.returning(blobs.c.digest)).one_or_none() is not None
 
 
 @contextlib.contextmanager
@@ -360,17 +388,6 @@ def counted_size(row: RuleRow) -> int:
     For a program, its summary, spec and snapshot count; a graph counts once for each tenant.
     """
     return len(row.definition) + len(row.description.encode(errors="surrogateescape"))
-
-
-# Cast text to bytes, because SQLite then finds the length in bytes without reading the text.
-_RULE_BYTES = func.length(rules.c.definition) + func.length(cast(rules.c.description, LargeBinary))
-_PROGRAM_BYTES = func.length(programs.c.summary) + func.length(programs.c.spec) + func.length(programs.c.snapshot)
-_COUNTED = ((rules, _RULE_BYTES), (programs, _PROGRAM_BYTES), (blobs, func.length(blobs.c.content)))
-
-
-def _kept_bytes(table: Table, size: ColumnElement[int], tenant: str | None) -> Select[int]:
-    query = select(func.coalesce(func.sum(size), 0)).select_from(table)
-    return query if tenant is None else query.where(table.c.tenant == tenant)
 
 
 class _is_program_id(FunctionElement[bool]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import os
 import pty
 import shutil
@@ -13,6 +12,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +22,11 @@ import pytest
 from gradrule.v1 import program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.registry.backup import BackupError, RegistryPlace, backup, check, copy_registry, restore
-from gradrule_server.registry.blob_places import FolderBlobs
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
+from gradrule_server.registry.object_store import MARKER
+from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
+from gradrule_server.registry.schema import copy_database
 from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, RuleRow, Store
 from gradrule_server.rules import RuleContent
 from tests.stores import folder_url, open_blobs
@@ -59,14 +60,16 @@ def store(data: Path) -> Iterator[Store]:
 
 
 def test_backup_can_be_restored(store: Store, data: Path, tmp_path: Path) -> None:
-    report = backup(data, tmp_path / "copy")
+    report = backup(RegistryPlace(data), tmp_path / "copy")
     assert (report.rules, report.programs, report.tenants, len(report.blobs)) == (2, 1, {"default", "ada"}, 1)
     assert not report.missing
     # What no program needs is no part of it.
-    assert len([path for path in (tmp_path / "copy" / "blobs").rglob("*") if path.is_file()]) == 1
+    assert [name for name in members(tmp_path / "copy") if name.startswith("blobs")] == [
+        f"blobs/ada/{hashlib.sha256(b'weights').hexdigest()}"
+    ]
     store.add_rule(RuleRow("later", DEFINITION, "", 1))
 
-    restore(tmp_path / "copy", tmp_path / "again")
+    restore(tmp_path / "copy", RegistryPlace(tmp_path / "again"))
     again = Store(tmp_path / "again")
     assert [row.name for row in again.rules()] == ["Q"]
     content = again.program_content("p", "same", "ada")
@@ -75,7 +78,25 @@ def test_backup_can_be_restored(store: Store, data: Path, tmp_path: Path) -> Non
     blobs = BlobStore(tmp_path / "again" / "blobs", 1 << 20)
     assert blobs.for_tenant("ada").read(hashlib.sha256(b"weights").hexdigest()) == b"weights"
     again.close()
-    assert not check(tmp_path / "again").problems
+    assert not check(RegistryPlace(tmp_path / "again")).problems
+
+
+def members(archive: Path) -> dict[str, bytes]:
+    """Returns the members of a backup."""
+    with tarfile.open(archive) as opened:
+        return {name: opened.extractfile(name).read() for name in opened.getnames()}  # type: ignore[union-attr]
+
+
+def test_backup_holds_the_messages_of_the_service(store: Store, data: Path, tmp_path: Path) -> None:
+    backup(RegistryPlace(data), tmp_path / "copy")
+    found = members(tmp_path / "copy")
+    rule = rule_pb2.Rule.FromString(found["rules/ada/Q"])
+    assert (rule.name, rule.definition.expression, rule.create_time.ToMicroseconds()) == ("Q", "3 * dy", 1)
+    spec = program_pb2.ProgramSpec.FromString(found["programs/ada/p/spec"])
+    graph = hashlib.sha256(b"graph").hexdigest()
+    assert (spec.graph.blob_sha256, found[f"graphs/ada/{graph}"]) == (graph, b"graph")
+    assert spec.variables[0].value.blob.sha256 == hashlib.sha256(b"weights").hexdigest()
+    assert list(found)[-1] == "sha256"
 
 
 LEFTOVERS = ("gradrule.db-wal", "gradrule.db-shm", "gradrule.db-journal")
@@ -93,25 +114,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_report_has_the_right_plurals(store: Store, data: Path) -> None:
-    assert str(check(data)) == "2 rules and 1 program of 2 tenants, with 1 blob"
+    assert str(check(RegistryPlace(data))) == "2 rules and 1 program of 2 tenants, with 1 blob"
     store.remove_rule("Q")
-    assert str(check(data)) == "1 rule and 1 program of 1 tenant, with 1 blob"
+    assert str(check(RegistryPlace(data))) == "1 rule and 1 program of 1 tenant, with 1 blob"
 
 
 def test_progress_is_reported(store: Store, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr("gradrule_server.registry.backup._SHOW_EVERY_S", 0.0)
-    backup(data, tmp_path / "copy", progress=shown.append)
-    blob = ["blob 1 of 1, 0 MB done"] * 2
-    assert shown == ["copying the database", *(f"copying {text}" for text in blob)]
+    backup(RegistryPlace(data), tmp_path / "copy", progress=shown.append)
+    last = "blobs: 2 rules and 1 program of 2 tenants, with 1 blob, 0 MB done"
+    assert (shown[0].partition(":")[0], shown[-1]) == ("registry", last)
     shown.clear()
-    restore(tmp_path / "copy", tmp_path / "restored", progress=shown.append)
-    checking = ["checking the database", *(f"checking {text}" for text in blob)]
-    assert shown == [*checking, *(f"copying {text}" for text in blob), "writing the database"]
+    restore(tmp_path / "copy", RegistryPlace(tmp_path / "restored"), progress=shown.append)
+    assert shown[-1] == last
     shown.clear()
     copy_registry(RegistryPlace(data), RegistryPlace(tmp_path / "copied"), progress=shown.append)
-    assert shown[0] == "reading the database"
-    assert shown[-2:] == ["writing the database", "comparing the copy with the registry"]
+    assert shown[-1] == last
 
 
 def run_in_terminal(*arguments: str) -> tuple[str, str]:
@@ -136,8 +155,8 @@ def test_progress_is_shown_only_in_a_terminal(store: Store, data: Path, tmp_path
     arguments = ("backup", "--data-dir", str(data))
     said, shown = run_in_terminal(*arguments, str(tmp_path / "one"))
     erase = "\r\x1b[K"
-    # Each text replaces the one before, and nothing is left. A slow machine shows the progress of a blob twice.
-    assert list(dict.fromkeys(shown.split(erase)[1:-1])) == ["copying the database", "copying blob 1 of 1, 0 MB done"]
+    # Each text replaces the one before, and nothing is left.
+    assert shown.split(erase)[1] == "registry: no rules and no programs of no tenants, with no blobs, 0 MB done"
     assert shown.endswith(erase)
     command = [sys.executable, "-m", "gradrule_server", "registry", *arguments, str(tmp_path / "two")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -147,7 +166,7 @@ def test_progress_is_shown_only_in_a_terminal(store: Store, data: Path, tmp_path
 
 
 def test_log_of_a_killed_server_does_not_change_a_restored_registry(store: Store, data: Path, tmp_path: Path) -> None:
-    backup(data, tmp_path / "copy")
+    backup(RegistryPlace(data), tmp_path / "copy")
     again = tmp_path / "again"
     child = subprocess.run([sys.executable, "-c", _KILLED, str(again)], check=False)
     assert child.returncode == -signal.SIGKILL
@@ -155,29 +174,25 @@ def test_log_of_a_killed_server_does_not_change_a_restored_registry(store: Store
     left = {path.name for path in again.glob("gradrule.db*")}
     assert left == {"gradrule.db-wal", "gradrule.db-shm"}
     with pytest.raises(BackupError, match=r"gradrule\.db-wal and gradrule\.db-shm of an earlier one.*move them away"):
-        restore(tmp_path / "copy", again)
+        restore(tmp_path / "copy", RegistryPlace(again))
     assert {path.name for path in again.glob("gradrule.db*")} == left
     for name in left:
         (again / name).rename(tmp_path / f"moved away.db{name.removeprefix('gradrule.db')}")
-    restore(tmp_path / "copy", again)
+    restore(tmp_path / "copy", RegistryPlace(again))
     with contextlib.closing(Store(again)) as opened:
         assert [row.name for row in opened.rules()] == ["Q"]
 
 
 @pytest.mark.parametrize("name", LEFTOVERS)
 def test_restore_beside_a_log_is_refused(store: Store, data: Path, tmp_path: Path, name: str) -> None:
-    backup(data, tmp_path / "copy")
+    backup(RegistryPlace(data), tmp_path / "copy")
     again = tmp_path / "again"
     again.mkdir()
     (again / name).write_bytes(b"")
     with pytest.raises(BackupError, match=f"{name} of an earlier one"):
-        restore(tmp_path / "copy", again)
+        restore(tmp_path / "copy", RegistryPlace(again))
     (again / name).unlink()
-    (tmp_path / "copy" / name).write_bytes(b"")
-    with pytest.raises(BackupError, match=f"SQLite would apply {name}"):
-        restore(tmp_path / "copy", again)
-    (tmp_path / "copy" / name).unlink()
-    restore(tmp_path / "copy", again)
+    restore(tmp_path / "copy", RegistryPlace(again))
 
 
 def test_backup_of_a_used_registry_is_consistent(store: Store, data: Path, tmp_path: Path) -> None:
@@ -197,9 +212,9 @@ def test_backup_of_a_used_registry_is_consistent(store: Store, data: Path, tmp_p
     try:
         for number in range(3):
             assert all(written.acquire(timeout=30) for _ in range(10))
-            report = backup(data, tmp_path / f"copy{number}")
+            report = backup(RegistryPlace(data), tmp_path / f"copy{number}")
             assert not report.problems
-            restore(tmp_path / f"copy{number}", tmp_path / f"again{number}")
+            restore(tmp_path / f"copy{number}", RegistryPlace(tmp_path / f"again{number}"))
             again = Store(tmp_path / f"again{number}")
             names = {row.name for row in again.rules()}
             firsts = sum(name.startswith("a") for name in names)
@@ -214,56 +229,66 @@ def test_backup_of_a_used_registry_is_consistent(store: Store, data: Path, tmp_p
 
 
 def test_backup_and_restore_overwrite_nothing(store: Store, data: Path, tmp_path: Path) -> None:
-    backup(data, tmp_path / "copy")
+    backup(RegistryPlace(data), tmp_path / "copy")
     with pytest.raises(BackupError, match="exists already"):
-        backup(data, tmp_path / "copy")
+        backup(RegistryPlace(data), tmp_path / "copy")
     with pytest.raises(BackupError, match="in use by another server"):
-        restore(tmp_path / "copy", data)
+        restore(tmp_path / "copy", RegistryPlace(data))
     store.close()
     with pytest.raises(BackupError, match="has a registry already"):
-        restore(tmp_path / "copy", data)
+        restore(tmp_path / "copy", RegistryPlace(data))
     Store(data)
 
 
 def test_damaged_backup_is_not_restored(store: Store, data: Path, tmp_path: Path) -> None:
     copy, to = tmp_path / "copy", tmp_path / "to"
-    backup(data, copy)
-    blob = next(path for path in (copy / "blobs").rglob("*") if path.is_file())
-    blob.write_bytes(b"other")
-    with pytest.raises(BackupError, match="is damaged"):
-        restore(copy, to)
-    blob.unlink()
-    with pytest.raises(BackupError, match="is missing"):
-        restore(copy, to)
-    blob.write_bytes(b"weights")
-    database = (copy / "gradrule.db").read_bytes()
-    (copy / "gradrule.db").write_bytes(database[:-100] + b"\0" * 100)
-    with pytest.raises(BackupError, match=r"SHA-256 of its gradrule\.db differs"):
-        restore(copy, to)
-    (copy / "gradrule.db").write_bytes(database)
-    manifest = json.loads((copy / "backup.json").read_text())
-    (copy / "backup.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(BackupError, match="this release cannot read"):
-        restore(copy, to)
-    (copy / "backup.json").unlink()
-    with pytest.raises(BackupError, match="is no backup"):
-        restore(copy, to)
-    assert not to.exists()
+    backup(RegistryPlace(data), copy)
+    whole = copy.read_bytes()
+    for part in (b"3 * dy", b"graph", b"weights", b"rules/ada/Q"):
+        start = whole.rindex(part)
+        copy.write_bytes(whole[:start] + bytes([whole[start] ^ 1]) + whole[start + 1 :])
+        with pytest.raises(BackupError, match=r"is damaged|is no backup|cannot be written"):
+            restore(copy, RegistryPlace(to))
+        assert not (to / "gradrule.db").exists()
+    for size in (0, 100, 512, len(whole) // 2, whole.rindex(b"sha256") - 512):
+        copy.write_bytes(whole[:size])
+        with pytest.raises(BackupError, match=r"is damaged|is no backup|cannot be written"):
+            restore(copy, RegistryPlace(to))
+        assert not (to / "gradrule.db").exists()
+    with pytest.raises(BackupError, match="No such file"):
+        restore(tmp_path / "nowhere", RegistryPlace(to))
+    copy.write_bytes(whole)
+    restore(copy, RegistryPlace(to))
+
+
+def test_backup_of_an_older_release_is_restored(store: Store, data: Path, tmp_path: Path) -> None:
+    """It was a folder with a copy of the database, the blobs that programs need, and a manifest."""
+    old = tmp_path / "old"
+    old.mkdir()
+    copy_database(data / "gradrule.db", old / "gradrule.db")
+    shutil.copytree(data / "blobs", old / "blobs")
+    (old / "backup.json").write_text('{"format": 1, "schema_version": 2}')
+    before = sorted(path.name for path in old.iterdir())
+    assert str(restore(old, RegistryPlace(tmp_path / "again"))) == str(check(RegistryPlace(data)))
+    assert check(RegistryPlace(tmp_path / "again")).problems == []
+    # It is only read.
+    assert sorted(path.name for path in old.iterdir()) == before
 
 
 def test_missing_blob_is_reported_and_does_not_prevent_a_backup(store: Store, data: Path, tmp_path: Path) -> None:
     next(path for path in (data / "blobs").rglob("*") if path.is_file() and path.read_bytes() == b"weights").unlink()
-    assert len(backup(data, tmp_path / "copy").missing) == 1
-    assert len(restore(tmp_path / "copy", tmp_path / "again").missing) == 1
+    assert len(backup(RegistryPlace(data), tmp_path / "copy").missing) == 1
+    restore(tmp_path / "copy", RegistryPlace(tmp_path / "again"))
+    assert len(check(RegistryPlace(tmp_path / "again")).missing) == 1
 
 
 def test_check_reports_all_problems(store: Store, data: Path) -> None:
-    assert not check(data).problems
+    assert not check(RegistryPlace(data)).problems
     store.add_rule(RuleRow("broken", b"\xff\xff", "", 1), "ada")
     for path in (data / "blobs").rglob("*"):
         if path.is_file() and path.read_bytes() == b"weights":
             path.write_bytes(b"changed")
-    report = check(data)
+    report = check(RegistryPlace(data))
     assert len(report.problems) == len(report.unreadable) == 1
     assert "'broken' of tenant 'ada'" in report.unreadable[0]
     damaged = next(path for path in (data / "blobs").rglob("*") if path.is_file() and path.read_bytes() == b"changed")
@@ -271,9 +296,9 @@ def test_check_reports_all_problems(store: Store, data: Path) -> None:
     assert ada.folder == damaged.parent
     with pytest.raises(GradruleError):
         ada.verify([damaged.name])
-    assert (check(data).damaged_blobs, len(check(data).missing)) == (1, 1)
+    assert (check(RegistryPlace(data)).damaged_blobs, len(check(RegistryPlace(data)).missing)) == (1, 1)
     with pytest.raises(BackupError, match="there is no registry"):
-        check(data / "nowhere")
+        check(RegistryPlace(data / "nowhere"))
 
 
 def test_check_accepts_what_the_server_opens(store: Store, data: Path, tmp_path: Path) -> None:
@@ -284,19 +309,24 @@ def test_check_accepts_what_the_server_opens(store: Store, data: Path, tmp_path:
         RuleContent.from_definition(definition)
     store.add_rule(RuleRow("R", definition.SerializeToString(), "", 1))
     assert RuleRegistry(store, ["Sign"]).get("R").formula == "dy * exp"
-    for report in (check(data), backup(data, tmp_path / "copy"), restore(tmp_path / "copy", tmp_path / "again")):
+    for report in (
+        check(RegistryPlace(data)),
+        backup(RegistryPlace(data), tmp_path / "copy"),
+        restore(tmp_path / "copy", RegistryPlace(tmp_path / "again")),
+    ):
         assert (report.rules, report.unreadable, report.problems) == (3, [], [])
 
 
-def test_unreadable_rows_are_reported_and_copied(store: Store, data: Path, tmp_path: Path) -> None:
+def test_unreadable_rows_are_reported_and_left_out(store: Store, data: Path, tmp_path: Path) -> None:
     store.add_rule(RuleRow("later", rule_pb2.RuleDefinition(expression="dy ** ** x").SerializeToString(), "", 1))
     content = ProgramContent(b"\xff\xff", b"graph", b"")
     store.add_program(ProgramRow("q", "same", b"", 5), content)
-    for report in (backup(data, tmp_path / "copy"), restore(tmp_path / "copy", tmp_path / "again")):
+    for report in (check(RegistryPlace(data)), backup(RegistryPlace(data), tmp_path / "copy")):
         assert [sentence[:18] for sentence in report.unreadable] == ["the rule 'later' o", "the program 'q' of"]
+    restore(tmp_path / "copy", RegistryPlace(tmp_path / "again"))
     with contextlib.closing(Store(tmp_path / "again")) as again:
-        assert [row.name for row in again.rules()] == ["Q", "later"]
-        assert again.program_content("q", "same") == content
+        assert [row.name for row in again.rules()] == ["Q"]
+        assert again.program_keys(DEFAULT_TENANT) == []
 
 
 def test_names_of_blobs_that_are_paths_are_refused(store: Store, data: Path, tmp_path: Path) -> None:
@@ -304,7 +334,7 @@ def test_names_of_blobs_that_are_paths_are_refused(store: Store, data: Path, tmp
     spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256="../../other")})
     store.add_program(ProgramRow("q", "same", b"", 5), ProgramContent(spec.SerializeToString(), b"graph", b""))
     (tmp_path / "other").write_bytes(b"of another program")
-    report = backup(data, tmp_path / "copy")
+    report = backup(RegistryPlace(data), tmp_path / "copy")
     assert (len(report.blobs), report.missing) == (1, set())
     assert report.unreadable == [
         "the program 'q' of tenant 'default' cannot be read: it names a blob that is no SHA-256"
@@ -319,20 +349,19 @@ def test_registry_of_schema_1_is_copied_unchanged_and_migrated_by_restore(tmp_pa
     spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
     file = version_1(data, spec.SerializeToString())
     before = file.read_bytes()
-    assert not check(data).problems
-    report = backup(data, tmp_path / "copy")
-    assert (report.rules, report.programs, report.tenants, report.blobs) == (1, 1, {"default"}, {name})
-    assert json.loads((tmp_path / "copy" / "backup.json").read_text())["schema_version"] == 1
+    assert not check(RegistryPlace(data)).problems
+    report = backup(RegistryPlace(data), tmp_path / "copy")
+    assert (report.rules, report.programs, report.tenants, report.blobs) == (1, 1, {"default"}, {("default", name)})
     assert file.read_bytes() == before
 
-    restore(tmp_path / "copy", tmp_path / "again")
+    restore(tmp_path / "copy", RegistryPlace(tmp_path / "again"))
     assert sorted(path.name for path in (tmp_path / "again").iterdir() if not path.name.endswith("lock")) == [
         "blobs",
         "gradrule.db",
     ]
     with contextlib.closing(sqlite3.connect(tmp_path / "again" / "gradrule.db")) as database:
-        version = database.execute("SELECT value FROM meta").fetchone()
-    assert version == ("2",)
+        version = database.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    assert version == ("3",)
     with contextlib.closing(Store(tmp_path / "again")) as again:
         assert [row.name for row in again.rules()] == ["Q"]
         kept = again.program_content("p", "same")
@@ -342,10 +371,10 @@ def test_registry_of_schema_1_is_copied_unchanged_and_migrated_by_restore(tmp_pa
 
 def test_registry_of_a_later_schema_is_not_copied(store: Store, data: Path, tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(data / "gradrule.db")) as database:
-        database.execute("UPDATE meta SET value = '3'")
+        database.execute("UPDATE meta SET value = '4' WHERE key = 'schema_version'")
         database.commit()
-    with pytest.raises(BackupError, match=r"schema version is 3.*use the release that wrote it"):
-        backup(data, tmp_path / "copy")
+    with pytest.raises(BackupError, match="schema version 4, and this server reads version 3"):
+        backup(RegistryPlace(data), tmp_path / "copy")
 
 
 @pytest.fixture
@@ -377,36 +406,22 @@ NEEDED = {DEFAULT_TENANT: b"weights", "ada": b"more"}
 @pytest.mark.parametrize("target", ["same", "new", "files"])
 def test_backup_includes_blobs_of_an_object_store(shared: Store, tmp_path: Path, target: str) -> None:
     url = (tmp_path / "objects").as_uri()
-    report = backup(tmp_path / "data", tmp_path / "copy", "", url)
+    report = backup(RegistryPlace(tmp_path / "data", "", url), tmp_path / "copy")
     assert (len(report.blobs), report.missing) == (2, set())
-    copied = {path.name: path.read_bytes() for path in (tmp_path / "copy" / "blobs").rglob("*") if path.is_file()}
-    assert copied == {name_of(data): data for data in NEEDED.values()}
+    copied = {name: data for name, data in members(tmp_path / "copy").items() if name.startswith("blobs/")}
+    assert copied == {f"blobs/{tenant}/{name_of(data)}": data for tenant, data in NEEDED.items()}
 
     # The registry is lost, and its cache.
     shutil.rmtree(tmp_path / "data")
     (tmp_path / "new").mkdir()
     to = {"same": url, "new": (tmp_path / "new").as_uri(), "files": ""}[target]
-    restore(tmp_path / "copy", tmp_path / "again", "", to)
-    assert not check(tmp_path / "again", "", to).missing
+    restore(tmp_path / "copy", RegistryPlace(tmp_path / "again", "", to))
+    assert not check(RegistryPlace(tmp_path / "again", "", to)).missing
     with contextlib.closing(Store(tmp_path / "again")) as again:
         blobs = open_blobs(again, tmp_path / "again", to) if to else BlobStore(tmp_path / "again" / "blobs", 1 << 20)
-        PinnedBlobs(again, blobs)
         assert read_all(blobs) == NEEDED
     # Nothing is stored twice.
     assert len([path for path in (tmp_path / "objects").rglob("*") if path.is_file()]) == 4
-
-
-def test_names_of_new_folders_of_blobs_survive_a_power_failure(
-    store: Store, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = name_of(b"weights")
-    synced: list[Path] = []
-    monkeypatch.setattr("gradrule_server.registry.blob_places.sync_to_disk", synced.append)
-    FolderBlobs(data / "new" / "blobs").put(f"tenant-1/{name}", [b"weights"])
-    assert synced == [data / "new" / "blobs" / "tenant-1", data / "new" / "blobs", data / "new", data]
-    synced.clear()
-    FolderBlobs(data / "new" / "blobs").put(f"tenant-1/{name}", [b"weights"])
-    assert synced == [data / "new" / "blobs" / "tenant-1"]
 
 
 def test_registry_is_copied_between_object_stores_and_folders(shared: Store, tmp_path: Path) -> None:
@@ -423,66 +438,47 @@ def test_registry_is_copied_between_object_stores_and_folders(shared: Store, tmp
 
 def test_check_reports_problems_of_an_object_store(shared: Store, tmp_path: Path) -> None:
     url = (tmp_path / "objects").as_uri()
-    assert not check(tmp_path / "data", "", url).problems
-    objects = {path.name.partition("-")[0]: path for path in (tmp_path / "objects").rglob("*-*") if path.is_file()}
+    assert not check(RegistryPlace(tmp_path / "data", "", url)).problems
+    objects = {path.name: path for path in (tmp_path / "objects").rglob("*") if path.is_file()}
     objects[name_of(b"more")].unlink()
     damage(objects[name_of(b"weights")])
-    unknown = objects[name_of(b"nobody's")]
-    unknown.with_name(f"{name_of(b'new')}-{'0' * 32}").write_bytes(b"new")
-    report = check(tmp_path / "data", "", url)
-    assert [path.rpartition("/")[2] for path in report.missing] == [name_of(b"more")]
-    assert report.problems == [f"the blob {name_of(b'weights')} is damaged: it does not have the SHA-256 in its name"]
-    assert (report.unindexed, report.without_object) == (1, 1)
-    with pytest.raises(BackupError, match=r"is damaged.*remove it"):
-        backup(tmp_path / "data", tmp_path / "copy", "", url)
+    report = check(RegistryPlace(tmp_path / "data", "", url))
+    assert report.missing == {("ada", name_of(b"more"))}
+    assert report.problems == [
+        f"the blob {name_of(b'weights')} of tenant 'default' is damaged: its bytes have another SHA-256"
+    ]
+    with pytest.raises(BackupError, match="is damaged"):
+        backup(RegistryPlace(tmp_path / "data", "", url), tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
 
 def test_object_store_of_another_registry_is_refused(shared: Store, tmp_path: Path) -> None:
     url = (tmp_path / "objects").as_uri()
-    backup(tmp_path / "data", tmp_path / "copy", "", url)
+    backup(RegistryPlace(tmp_path / "data", "", url), tmp_path / "copy")
     other = Store(tmp_path / "other")
     other.close()
     with pytest.raises(BackupError, match="of this registry"):
-        check(tmp_path / "other", "", url)
+        check(RegistryPlace(tmp_path / "other", "", url))
     with pytest.raises(BackupError, match="of this registry"):
-        backup(tmp_path / "other", tmp_path / "copy of another", "", url)
-    backup(tmp_path / "other", tmp_path / "of other")
+        backup(RegistryPlace(tmp_path / "other", "", url), tmp_path / "copy of another")
+    backup(RegistryPlace(tmp_path / "other"), tmp_path / "of other")
     with pytest.raises(BackupError, match="blobs of another registry"):
-        restore(tmp_path / "of other", tmp_path / "again", "", url)
+        restore(tmp_path / "of other", RegistryPlace(tmp_path / "again", "", url))
     # A folder without a file system.
     (tmp_path / "objects").rename(tmp_path / "elsewhere")
     (tmp_path / "objects").mkdir()
     with pytest.raises(BackupError, match="may not be mounted"):
-        check(tmp_path / "data", "", url)
+        check(RegistryPlace(tmp_path / "data", "", url))
     assert not (tmp_path / "again" / "gradrule.db").exists()
 
 
 def test_damaged_object_is_replaced_by_restore(shared: Store, tmp_path: Path) -> None:
     url = (tmp_path / "objects").as_uri()
-    backup(tmp_path / "data", tmp_path / "copy", "", url)
-    for path in (tmp_path / "objects").rglob("*-*"):
-        if path.is_file():
+    backup(RegistryPlace(tmp_path / "data", "", url), tmp_path / "copy")
+    for path in (tmp_path / "objects").rglob("*"):
+        if path.is_file() and path.name != MARKER:
             damage(path)
-    restore(tmp_path / "copy", tmp_path / "again", "", url)
-    assert not check(tmp_path / "again", "", url).problems
+    restore(tmp_path / "copy", RegistryPlace(tmp_path / "again", "", url))
+    assert not check(RegistryPlace(tmp_path / "again", "", url)).problems
     with contextlib.closing(Store(tmp_path / "again")) as again:
         assert read_all(open_blobs(again, tmp_path / "again", url)) == NEEDED
-
-
-def test_program_deleted_during_a_backup_does_not_leave_a_missing_blob(
-    shared: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = (tmp_path / "objects").as_uri()
-
-    def late(self: FolderBlobs, path: str, pieces: Iterator[bytes]) -> None:
-        for removed in (tmp_path / "objects" / "default").glob(f"{name_of(b'weights')}-*"):
-            shared.remove_program("p")
-            removed.unlink()
-        put_blob(self, path, pieces)
-
-    put_blob = FolderBlobs.put
-    monkeypatch.setattr(FolderBlobs, "put", late)
-    report = backup(tmp_path / "data", tmp_path / "copy", "", url)
-    assert (report.programs, len(report.blobs), report.missing) == (1, 1, set())
-    assert not check(tmp_path / "copy").missing

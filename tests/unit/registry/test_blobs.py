@@ -58,6 +58,12 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenS
             yield opened
 
 
+@pytest.fixture
+def open_files(tmp_path: Path) -> OpenStore:
+    """Returns a function that opens a store of files, which makes room for new blobs."""
+    return lambda capacity, count=sys.maxsize: BlobStore(tmp_path / "blobs", capacity, count)
+
+
 def test_uploaded_blob_is_present(open_store: OpenStore) -> None:
     store = open_store(3 * PAGE)
     name = put(store, b"abc")
@@ -67,8 +73,8 @@ def test_uploaded_blob_is_present(open_store: OpenStore) -> None:
     assert (store.held_bytes, stored_files(store)) == (PAGE, {name})
 
 
-def test_least_recently_used_blobs_are_removed(open_store: OpenStore) -> None:
-    store = open_store(3 * PAGE)
+def test_least_recently_used_blobs_are_removed(open_files: OpenStore) -> None:
+    store = open_files(3 * PAGE)
     a, b, c = (put(store, bytes([letter]) * PAGE) for letter in b"abc")
     store.missing([a])
     d = put(store, b"d" * PAGE)
@@ -76,8 +82,8 @@ def test_least_recently_used_blobs_are_removed(open_store: OpenStore) -> None:
     assert stored_files(store) == {a, c, d}
 
 
-def test_pinned_blobs_are_not_removed(open_store: OpenStore) -> None:
-    store = open_store(2 * PAGE)
+def test_pinned_blobs_are_not_removed(open_files: OpenStore) -> None:
+    store = open_files(2 * PAGE)
     a, b = put(store, b"a" * PAGE), put(store, b"b" * PAGE)
     store.pin([a])
     with store.pinned([a, b, b]):
@@ -92,8 +98,8 @@ def test_pinned_blobs_are_not_removed(open_store: OpenStore) -> None:
     assert (store.held_bytes, len(stored_files(store))) == (2 * PAGE, 1)
 
 
-def test_pin_pins_all_blobs_or_none(open_store: OpenStore) -> None:
-    store = open_store(2 * PAGE)
+def test_pin_pins_all_blobs_or_none(open_files: OpenStore) -> None:
+    store = open_files(2 * PAGE)
     a = put(store, b"a" * PAGE)
     error = refusal(store.pin, [a, "1" * 64, "2" * 64])
     assert reason_name(error.reason) == "BLOB_NOT_FOUND"
@@ -213,18 +219,18 @@ def test_restart_keeps_blobs_and_their_order(tmp_path: Path) -> None:
     assert ".upload-left-behind" not in files(store)
 
 
-def test_small_blobs_count_with_their_disk_space(open_store: OpenStore) -> None:
-    store = open_store(10 * PAGE)
+def test_small_blobs_count_with_their_disk_space(open_files: OpenStore) -> None:
+    store = open_files(10 * PAGE)
     first = [put(store, bytes([number]) * 5) for number in range(10)]
     assert store.held_bytes == 10 * PAGE
     put(store, b"one more")
     assert store.missing(first) == first[:1]
-    again = open_store(10 * PAGE)
+    again = open_files(10 * PAGE)
     assert again.held_bytes == 10 * PAGE
 
 
-def test_number_of_stored_blobs_is_limited(open_store: OpenStore) -> None:
-    store = open_store(1 << 30, 3)
+def test_number_of_stored_blobs_is_limited(open_files: OpenStore) -> None:
+    store = open_files(1 << 30, 3)
     ada, grace = store.for_tenant("ada", 1 << 20, 2), store.for_tenant("grace", 1 << 20, 3)
     first, second = put(ada, b""), put(ada, b"2")
     third = put(ada, b"3")
@@ -245,12 +251,12 @@ def test_number_of_stored_blobs_is_limited(open_store: OpenStore) -> None:
     assert (ada.held_count, grace.held_count) == (1, 2)
 
 
-def test_restart_keeps_blobs_and_uses(open_store: OpenStore) -> None:
-    store = open_store(3 * PAGE)
+def test_restart_keeps_blobs_and_uses(open_files: OpenStore) -> None:
+    store = open_files(3 * PAGE)
     a, b, c = (put(store, bytes([letter]) * PAGE) for letter in b"abc")
     store.missing([a])
     store.maintain()
-    store = open_store(3 * PAGE)
+    store = open_files(3 * PAGE)
     assert store.held_bytes == 3 * PAGE
     put(store, b"d" * PAGE)
     assert store.missing([a, b, c]) == [b]
@@ -363,8 +369,8 @@ def test_upload_replaces_a_damaged_file(tmp_path: Path) -> None:
     assert store.held_bytes == PAGE
 
 
-def test_blob_pinned_before_its_upload_is_not_removed(open_store: OpenStore) -> None:
-    store = open_store(2 * PAGE)
+def test_blob_pinned_before_its_upload_is_not_removed(open_files: OpenStore) -> None:
+    store = open_files(2 * PAGE)
     store.pin_unchecked([name_of(b"late")])
     put(store, b"late")
     put(store, b"1")

@@ -15,7 +15,7 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.backup import backup, check, create_empty_registry, restore
+from gradrule_server.registry.backup import RegistryPlace, backup, check, create_empty_registry, restore
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.data_folder import MARKER, RESERVE, StoreError
 from gradrule_server.registry.store import RuleRow, Store
@@ -103,11 +103,11 @@ def test_new_registry_keeps_the_renamed_old_one(kept: Path) -> None:
 
 
 def test_backup_can_be_restored_where_the_database_was_lost(kept: Path, tmp_path: Path) -> None:
-    backup(kept, tmp_path / "copy")
+    backup(RegistryPlace(kept), tmp_path / "copy")
     (kept / "gradrule.db").write_bytes(b"")
-    restore(tmp_path / "copy", kept)
+    restore(tmp_path / "copy", RegistryPlace(kept))
     assert names(kept) == ["Kept"]
-    assert "1 rule and" in str(check(kept))
+    assert "1 rule and" in str(check(RegistryPlace(kept)))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.sqlite_database import SqliteDatabase
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError
-from tests.unit.registry.rows import blob_count, content, program, rule
+from tests.unit.registry.rows import blob_count, content, counts, program, rule
 from tests.unit.registry.version_1 import DEFINITION, version_1
 
 
@@ -71,7 +71,7 @@ def test_full_disk_is_an_error_and_adds_nothing(tmp_path: Path) -> None:
     @event.listens_for(database._engine, "connect")
     def bound(connection: sqlite3.Connection, _: object) -> None:
         # What a full disk is to SQLite: the file does not grow.
-        connection.execute("PRAGMA max_page_count = 20")
+        connection.execute("PRAGMA max_page_count = 24")
 
     database._engine.dispose()
     with pytest.raises(GradruleError, match=r"disk .* is full") as refusal:
@@ -79,7 +79,7 @@ def test_full_disk_is_an_error_and_adds_nothing(tmp_path: Path) -> None:
     assert refusal.value.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED
     with pytest.raises(GradruleError, match=r"disk .* is full"):
         store.add_rule(RuleRow("a", b"definition" * 100_000, "", 1))
-    assert store.counts() == (0, 0)
+    assert counts(store) == (0, 0)
     assert blob_count(store) == 0
     store.add_program(program("p"), content())
     store.close()
@@ -148,8 +148,8 @@ def test_damaged_graph_affects_only_its_program(tmp_path: Path) -> None:
 def test_newer_schema_is_refused(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / "gradrule.db") as connection:
-        connection.execute("UPDATE meta SET value = '3' WHERE key = 'schema_version'")
-    with pytest.raises(StoreError, match=r"version 3, and this server reads version 2; start the server that wrote it"):
+        connection.execute("UPDATE meta SET value = '4' WHERE key = 'schema_version'")
+    with pytest.raises(StoreError, match=r"version 4, and this server reads version 3; start the server that wrote it"):
         Store(tmp_path)
 
 
@@ -188,7 +188,7 @@ def test_a_store_of_the_first_schema_becomes_the_first_tenant_s(tmp_path: Path) 
     assert store.program("p") == ProgramRow("p", "same", b"", 7)
     assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"")
     assert store.rules("ada") == []
-    assert store.counts() == (1, 1)
+    assert counts(store) == (1, 1)
     store.add_rule(RuleRow("Q", b"", "ada's", 6), "ada")
     store.add_program(ProgramRow("q", "same", b"", 8), ProgramContent(b"", b"graph", b""))
     store.remove_program("p")
@@ -198,6 +198,33 @@ def test_a_store_of_the_first_schema_becomes_the_first_tenant_s(tmp_path: Path) 
     Store(tmp_path / "new").close()
     assert schema(file) == schema(tmp_path / "new" / "gradrule.db")
     Store(tmp_path).close()
+
+
+def test_registry_of_the_second_schema_is_counted_and_loses_derived_tables(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add_rule(RuleRow("Q", b"definition", "kept", 5), "ada")
+    store.add_program(ProgramRow("p", "same", b"", 7), ProgramContent(b"spec", b"graph", b""))
+    before = (store.usage(["ada", "default"]), store.rules("ada"), store.program("p"))
+    store.close()
+    file = tmp_path / "gradrule.db"
+    with sqlite3.connect(file) as database:
+        for table in ("tenant_usage", "blob_usage"):
+            database.execute(f"DROP TABLE {table}")
+        database.execute("CREATE TABLE stored_blobs (object VARCHAR NOT NULL, PRIMARY KEY (object))")
+        database.execute("UPDATE meta SET value = '2' WHERE key = 'schema_version'")
+    database.close()
+    store = Store(tmp_path)
+    usage, *rows = before
+    found = store.usage(["ada", "default"])
+    assert {name: item.registry_bytes for name, item in found.items()} == {
+        name: item.registry_bytes for name, item in usage.items()
+    }
+    assert counts(store) == (1, 1)
+    assert [store.rules("ada"), store.program("p")] == rows
+    store.close()
+    Store(tmp_path / "new").close()
+    assert schema(file) == schema(tmp_path / "new" / "gradrule.db")
+    assert (tmp_path / "gradrule.db.v2").exists()
 
 
 def test_what_was_there_before_is_kept_beside(tmp_path: Path) -> None:
@@ -227,7 +254,7 @@ def test_a_migration_that_fails_leaves_the_old_store(tmp_path: Path) -> None:
     database.commit()
     database.close()
     store = Store(tmp_path)
-    assert store.counts() == (1, 1)
+    assert counts(store) == (1, 1)
     store.close()
 
 
@@ -248,5 +275,5 @@ def test_a_disk_without_room_for_the_copy_is_no_damage(tmp_path: Path, monkeypat
     assert "move it away" not in str(refusal.value)
     assert not list(tmp_path.glob("*.v1*"))
     store = Store(tmp_path)
-    assert store.counts() == (1, 1)
+    assert counts(store) == (1, 1)
     store.close()

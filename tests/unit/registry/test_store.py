@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from gradrule_server.errors import GradruleError
+from gradrule_server.quotas import Quota
 from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError, counted_size
-from tests.unit.registry.rows import blob_count, content, execute, program, rule
+from tests.unit.registry.rows import blob_count, content, counts, execute, kept_bytes, program, rule
 
 
 def test_rows_survive_the_process(open_store: Callable[[], Store]) -> None:
@@ -33,11 +35,10 @@ def test_rows_survive_the_process(open_store: Callable[[], Store]) -> None:
 
 
 def test_failed_write_leaves_nothing(store: Store) -> None:
-    store.add_program(program("p"), content(b"one"))
-    with pytest.raises(Exception, match=r"UNIQUE|unique"):
-        store.add_program(program("p"), content(b"two"))
-    assert blob_count(store) == 1
-    store.add_program(program("q"), content(b"two"))
+    assert store.add_program(program("p"), content(b"one"))
+    assert not store.add_program(program("p"), content(b"two"))
+    assert (blob_count(store), counts(store)) == (1, (0, 1))
+    assert store.add_program(program("q"), content(b"two"))
 
 
 def test_programs_share_a_graph_until_the_last_is_deleted(store: Store) -> None:
@@ -51,32 +52,45 @@ def test_programs_share_a_graph_until_the_last_is_deleted(store: Store) -> None:
 
 
 def test_counted_bytes_match_added_and_freed_bytes(store: Store) -> None:
-    told: list[int] = []
-    kept = [("p", b"graph", "ada"), ("q", b"graph", "ada"), ("r", b"another", "ada"), ("p", b"graph", "grace")]
-    for name, graph, tenant in kept:
-        store.add_program(program(name), content(graph), tenant, before=told.append)
+    programs = [("p", b"graph", "ada"), ("q", b"graph", "ada"), ("r", b"another", "ada"), ("p", b"graph", "grace")]
     row = len(b"summary of p" + b"spec" + b"snapshot")
-    assert told == [row + 5, row, row + 7, row + 5]
+    for (name, graph, tenant), size in zip(programs, [row + 5, 2 * row + 5, 3 * row + 12, row + 5], strict=True):
+        store.add_program(program(name), content(graph), tenant)
+        assert kept_bytes(store, tenant) == size
     described = RuleRow("a", b"definition", "stra\N{LATIN SMALL LETTER SHARP S}e", 1)
     store.add_rule(described, "ada")
     assert counted_size(described) == 10 + 7
-    assert store.kept_bytes("ada") == sum(told[:3]) + 17
-    assert store.kept_bytes() == sum(told) + 17
-    freed = [store.remove_program(name, tenant) for name, _, tenant in kept]
-    assert freed == [row, row + 5, row + 7, row + 5]
-    assert store.remove_program("p", "ada") == 0
+    assert kept_bytes(store, "ada") == 3 * row + 12 + 17
+    assert kept_bytes(store) == 4 * row + 17 + 17
+    store.add_rule(RuleRow("a", b"shorter", "", 2), "ada", replaces=True)
+    assert (kept_bytes(store, "ada"), counts(store)) == (3 * row + 12 + 7, (1, 4))
+    for (name, _, tenant), size in zip(programs, [2 * row + 12 + 7, row + 7 + 7, 7, 0], strict=True):
+        assert store.remove_program(name, tenant)
+        assert kept_bytes(store, tenant) == size
+    assert not store.remove_program("p", "ada")
     store.remove_rule("a", "ada")
-    assert store.kept_bytes() == store.kept_bytes("ada") == 0
+    store.remove_rule("a", "ada")
+    assert (kept_bytes(store), counts(store)) == (0, (0, 0))
 
 
-def test_refused_program_is_not_added(store: Store) -> None:
-    def refuse(_: int) -> None:
-        raise ValueError("too much")
-
-    with pytest.raises(ValueError, match="too much"):
-        store.add_program(program("p"), content(), before=refuse)
-    assert store.counts() == (0, 0)
-    assert blob_count(store) == 0
+def test_what_exceeds_a_limit_is_not_added(store: Store) -> None:
+    server = Quota(100, "bytes", "--max-registry-bytes")
+    quotas = {
+        "rules": Quota(1, "rules", "--tenant-rules"),
+        "registry_bytes": Quota(80, "bytes", "--tenant-registry-bytes", within=server),
+    }
+    with pytest.raises(GradruleError, match="--tenant-registry-bytes"):
+        store.add_program(program("p"), content(b"g" * 60), quotas=quotas)
+    assert (counts(store), blob_count(store)) == ((0, 0), 0)
+    store.add_rule(RuleRow("a", b"d" * 50, "", 1), quotas=quotas)
+    with pytest.raises(GradruleError, match="--tenant-rules"):
+        store.add_rule(RuleRow("b", b"", "", 1), quotas=quotas)
+    # The server's limit counts what all tenants have.
+    other = {"registry_bytes": Quota(80, "bytes", "--tenant-registry-bytes", within=server)}
+    with pytest.raises(GradruleError, match="--max-registry-bytes"):
+        store.add_rule(RuleRow("a", b"d" * 51, "", 1), "ada", quotas=other)
+    store.add_rule(RuleRow("a", b"d" * 50, "", 1), "ada", quotas=other)
+    assert (counts(store), kept_bytes(store), server.used) == ((2, 0), 100, 100)
 
 
 def test_threads_write_and_read_at_the_same_time(store: Store) -> None:
@@ -157,7 +171,7 @@ def test_texts_of_any_characters_are_stored_unchanged(store: Store) -> None:
         store.add_rule(RuleRow(f"r{number}", bytes(range(256)), text, 2**62))
     assert [row.description for row in store.rules()] == texts
     assert {(row.definition, row.create_time_us) for row in store.rules()} == {(bytes(range(256)), 2**62)}
-    assert store.kept_bytes() == sum(counted_size(row) for row in store.rules())
+    assert kept_bytes(store) == sum(counted_size(row) for row in store.rules())
 
 
 def test_names_sort_by_their_bytes(store: Store) -> None:

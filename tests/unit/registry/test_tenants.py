@@ -13,7 +13,7 @@ from gradrule.v1 import errors_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore, folder_name
-from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
+from gradrule_server.registry.programs import NeededBlobs, ProgramRegistry
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
@@ -62,11 +62,10 @@ def test_tenants_have_separate_rules(store: Store) -> None:
 
 def test_tenants_have_separate_programs(store: Store, tmp_path: Path) -> None:
     blobs = BlobStore(tmp_path / "blobs", 1 << 20)
-    held = PinnedBlobs(store, blobs)
     spec = program_pb2.ProgramSpec(fetches=["y"])
     spec.graph.serialized = b"graph"
     made = program_pb2.Program(digests=program_pb2.Digests(program="d"))
-    ada, grace = (ProgramRegistry(store, blobs.for_tenant(name), tenant=name, pins=held) for name in ("ada", "grace"))
+    ada, grace = (ProgramRegistry(store, blobs.for_tenant(name), tenant=name) for name in ("ada", "grace"))
     stored = ada.create("mnist", spec, b"", made, b"")
     assert "mnist" not in refusal(grace.get, "mnits").message
     assert refusal(grace.content, stored).reason == errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND
@@ -138,15 +137,13 @@ def test_blobs_of_programs_of_unloaded_tenants_are_not_removed(tmp_path: Path) -
     spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
     ProgramRegistry(store, ada, tenant="ada").create("p", spec, b"", program_pb2.Program(), b"")
 
-    again = BlobStore(tmp_path / "blobs", 3 * PAGE)
-    held = PinnedBlobs(store, again)
+    again = BlobStore(tmp_path / "blobs", 3 * PAGE, needed=NeededBlobs(store))
     grace = again.for_tenant("grace")
     put(grace, b"1" * PAGE)
     put(grace, b"2" * PAGE)
     put(grace, b"3" * PAGE)
     assert again.for_tenant("ada").missing([name]) == []
-    registry = ProgramRegistry(store, again.for_tenant("ada"), tenant="ada", pins=held)
-    registry.delete("p")
+    ProgramRegistry(store, again.for_tenant("ada"), tenant="ada").delete("p")
     put(grace, b"4" * PAGE)
     put(grace, b"5" * PAGE)
     # Nothing holds it now: it may go as any other.
