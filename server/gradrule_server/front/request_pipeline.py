@@ -188,25 +188,16 @@ class RequestPipeline:
             raw: bytes of the request.
             remaining: seconds that the client gives the request; None: the default deadline.
         """
-        request, in_flight, admitted = observed.request, caller.tenant.in_flight, 0
+        request = observed.request
+
+        def call(ends_at: float) -> Awaitable[Message | bytes]:
+            return self._call(caller, request, request_type, method, raw, ends_at)
+
         with observed:
             request.bytes_in = len(raw)
-            try:
-                self._admission.admit(in_flight)
-                try:
-                    with self._deadline(remaining) as deadline:
-                        await self._admission.admit_bytes(in_flight, len(raw), deadline.ends_at)
-                        admitted = len(raw)
-                        answer = await self._call(caller, request, request_type, method, raw, deadline.ends_at)
-                finally:
-                    self._admission.release(in_flight, admitted)
-                data = answer if isinstance(answer, bytes) else answer.SerializeToString()
-            except GradruleError:
-                raise
-            except Exception as cause:
-                raise log_incident() from cause
+            data = await self.run(caller, call, remaining, len(raw))
             request.bytes_out = len(data)
-            self._admission.adjust_bytes(in_flight, len(data))
+            self._admission.adjust_bytes(caller.tenant.in_flight, len(data))
             return data
 
     async def run(
