@@ -18,7 +18,7 @@ from gradrule.common.fast_paths import VARIABLE
 from tests.processes import engines
 from tests.waiting import wait_until
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 200.0
 STOP_TIMEOUT_S = 120.0
 
 _READY = re.compile(r"^gradrule: listening on (\S+)$", re.MULTILINE)

@@ -216,7 +216,7 @@ def test_sigterm_during_the_start_ends_the_server(tmp_path: Path) -> None:
     starting = RunningServer(process, "", tmp_path, tmp_path)
     starting.wait_for_engine()
     process.terminate()
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=servers.STOP_TIMEOUT_S)
     assert process.returncode == 0, stderr
 
 
