@@ -185,7 +185,7 @@ async def test_process_and_engine_end_with_the_accept_loop(tmp_path: Path) -> No
             writer.write(wire.PREFACE + wire.settings() + wire.call(wire.headers(WATCH), wire.message(b"")))
             assert (await wire.answer(running.target, wire.headers(CHECK))).status == 0
             assert (await wire.answer(running.target, wire.headers("/end"))).is_refused
-            assert running.process.wait(30) == EXIT_FAILED
+            assert running.process.wait(120) == EXIT_FAILED
         wait_until(lambda: has_ended(engine) or None, "end of the engine")
         told = [line["message"] for line in log_lines(running) if "accepts no more calls" in line["message"]]
         assert told == ["gRPC accepts no more calls (UnicodeDecodeError); the server exits with 3"]

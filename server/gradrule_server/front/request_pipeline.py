@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.empty_pb2 import Empty
@@ -44,7 +44,7 @@ from gradrule_server.front.calls import (
 )
 from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.open_streams import OpenStreams
-from gradrule_server.front.tenants import Tenant
+from gradrule_server.front.tenants import Tenants
 from gradrule_server.front.time_limits import Deadline, Deadlines, IntervalChecks, UnreadAnswer, read_timeout
 from gradrule_server.identity import Principal
 from gradrule_server.operations.audit import record_registration
@@ -58,18 +58,6 @@ _EMPTY: Any = Empty()
 _RAW_PREFIX, _API_PREFIX = "gradrule_server.link.v1.Raw", "gradrule.v1."
 
 AnswerT = TypeVar("AnswerT")
-
-
-class TenantLoader(Protocol):
-    """Loads tenants and keeps them loaded, see `tenants.Tenants`."""
-
-    def get_loaded(self, name: str) -> Tenant | None: ...
-
-    async def load(self, name: str) -> Tenant: ...
-
-    def retain(self, tenant: Tenant) -> None: ...
-
-    def release(self, tenant: Tenant) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +95,7 @@ class RequestPipeline:
     def __init__(
         self,
         authenticator: CallerAuthenticator,
-        tenants: TenantLoader,
+        tenants: Tenants,
         admission: Admission,
         times: CallTimes,
         observer: Observer | None = None,

@@ -15,10 +15,9 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
-from gradrule_server.concurrency import BlockingThreads
+from gradrule_server.concurrency import BlockingThreads, RepeatedWarning
 from gradrule_server.errors import error
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory_connections import (
@@ -28,7 +27,7 @@ from gradrule_server.front.shared_memory_connections import (
     MemoryConnection,
     allow_descriptors,
 )
-from gradrule_server.front.tenants import Tenant
+from gradrule_server.front.tenants import Tenants
 from gradrule_server.link import arena
 from gradrule_server.link.shared_memory import NAME_BYTES, ClientMemory, MemoryUse, NotShareable, shared_memory_lost
 
@@ -47,14 +46,6 @@ _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.
 _RETRY_S = 1.0
 
 
-class TenantKeeper(Protocol):
-    """Keeps tenants loaded while they are in use, see `tenants.Tenants`."""
-
-    def retain(self, tenant: Tenant) -> None: ...
-
-    def release(self, tenant: Tenant) -> None: ...
-
-
 class SharedMemoryServer:
     """Keeps the shared memory of all clients. Belongs to one event loop.
 
@@ -63,7 +54,7 @@ class SharedMemoryServer:
         max_bytes: largest memory, bytes; 0 disables shared memory.
     """
 
-    def __init__(self, tenants: TenantKeeper, max_bytes: int) -> None:
+    def __init__(self, tenants: Tenants, max_bytes: int) -> None:
         self._tenants = tenants
         self.max_bytes = max_bytes
         self.is_closed = False
@@ -72,7 +63,7 @@ class SharedMemoryServer:
         self._connections: dict[tuple[str, bytes], MemoryConnection] = {}
         # In the order in which they connected.
         self._handshakes: dict[Handshake, None] = {}
-        self._has_warned = False
+        self._warning = RepeatedWarning(_log)
         self.address = ""
 
     def start(self) -> None:
@@ -282,11 +273,9 @@ class SharedMemoryServer:
                 # The connection still waits, so the loop would call this again at once.
                 self._loop.remove_reader(self._listener.fileno())
                 self._loop.call_later(_RETRY_S, self._listen)
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning("a client cannot share memory: %s", cause)
+            self._warning.report(f"a client cannot share memory: {cause}")
             return
-        self._has_warned = False
+        self._warning.report(None)
         handshake = Handshake(self, connection)
         self._handshakes[handshake] = None
         self._wait_for_message(handshake)

@@ -15,11 +15,14 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gradrule_server.errors import GradruleError
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.link.shared_memory import ClientMemory, NotShareable, shareable_size
+
+if TYPE_CHECKING:
+    from gradrule_server.front.shared_memory import SharedMemoryServer
 
 _log = logging.getLogger(__name__)
 
@@ -43,17 +46,6 @@ class Keys:
     timer: asyncio.TimerHandle
 
 
-class MemoryReceiver(Protocol):
-    """Checks keys and registers memory, see `shared_memory.SharedMemoryServer`. Its methods run on the event loop."""
-
-    max_bytes: int
-    is_closed: bool
-
-    def redeem(self, handshake: Handshake, client_key: bytes) -> Keys | None: ...
-
-    def register(self, handshake: Handshake, fd: int, size: int, connection: socket.socket) -> None: ...
-
-
 class Handshake:
     """A connection whose client has not handed its memory over yet.
 
@@ -61,7 +53,7 @@ class Handshake:
     receives a message in a thread.
     """
 
-    def __init__(self, receiver: MemoryReceiver, connection: socket.socket) -> None:
+    def __init__(self, receiver: SharedMemoryServer, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._receiver = receiver
         self._connection = connection
