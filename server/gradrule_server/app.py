@@ -138,7 +138,7 @@ async def _start(settings: Settings, stops: contextlib.AsyncExitStack) -> GrpcSe
     stops.push_async_callback(pool.stop)
     stops.push_async_callback(warm_up.stop)
     stops.callback(tenants.stop_compiling)
-    stops.callback(shared_memory.close)
+    stops.push_async_callback(shared_memory.close)
     stops.push_async_callback(grpc_server.drain, settings.drain_s)
     stops.callback(pipeline.drain)
     await pool.start()

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
-from gradrule_server.concurrency import BlockingThreads, RepeatedWarning
-from gradrule_server.errors import error
+from gradrule_server.concurrency import RepeatedWarning, run_in_own_thread, start_logged_task
+from gradrule_server.errors import error, lacks_memory
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory_connections import (
     KEY_BYTES,
@@ -64,6 +64,7 @@ class SharedMemoryServer:
         # In the order in which they connected.
         self._handshakes: dict[Handshake, None] = {}
         self._warning = RepeatedWarning(_log)
+        self._running: set[asyncio.Task[None]] = set()
         self.address = ""
 
     def start(self) -> None:
@@ -83,10 +84,9 @@ class SharedMemoryServer:
             return
         self._listener, self.address = listener, address
         self._loop = asyncio.get_running_loop()
-        self._threads = BlockingThreads("shared-memory", _MAX_THREADS, self._listen)
         self._listen()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Accepts no more memory and releases what there is. Waits for that, but at most some seconds."""
         if self._listener is None:
             return
@@ -96,24 +96,14 @@ class SharedMemoryServer:
         for client_key in list(self._keys):
             self._withdraw_keys(client_key)
         # Threads close the connections of the others.
-        waiting = [handshake for handshake in self._handshakes if handshake.is_waiting]
-        for handshake in list(self._handshakes):
-            handshake.stop_waiting()
-            self._forget_handshake(handshake)
-        connections, releases = list(self._connections.values()), []
+        for handshake in [each for each in self._handshakes if each.is_waiting]:
+            self._end_handshake(handshake)
         for key in list(self._connections):
-            releases.append(self._disconnect(key))
-
-        def release() -> None:
-            listener.close()
-            for handshake in waiting:
-                handshake.close()
-            for connection in connections:
-                connection.release()
-
-        self._threads.finish(release, _CLOSING_S)
-        for on_released in releases:
-            on_released()
+            self._end_connection(key)
+        self._run_in_thread(listener.close, lambda: None)
+        ends_at = self._loop.time() + _CLOSING_S
+        while self._running and (left_s := ends_at - self._loop.time()) > 0:
+            await asyncio.wait(self._running, timeout=left_s)
 
     def issue_keys(self, caller: Caller) -> evaluate_pb2.ShareMemoryResponse:
         """Returns keys with which the caller's tenant can hand over one memory. UNSUPPORTED."""
@@ -204,21 +194,16 @@ class SharedMemoryServer:
 
     def _end_connection(self, key: tuple[str, bytes]) -> None:
         """Makes all engines stop using a memory, then releases it in a thread."""
-        connection = self._connections.get(key)
-        if connection is not None:
-            self._run_in_thread(connection.release, self._disconnect(key))
-
-    def _disconnect(self, key: tuple[str, bytes]) -> Callable[[], None]:
-        """Makes all engines stop using a memory. Returns what is to be called when it has been released."""
-        connection = self._connections.pop(key)
+        connection = self._connections.pop(key, None)
+        if connection is None:
+            return
         connection.disconnect()
-        tenant, counted = connection.tenant, _counted_bytes(connection.memory.size)
 
         def released() -> None:
-            tenant.quotas["shared_bytes"].release(counted)
-            self._tenants.release(tenant)
+            connection.tenant.quotas["shared_bytes"].release(_counted_bytes(connection.memory.size))
+            self._tenants.release(connection.tenant)
 
-        return released
+        self._run_in_thread(connection.release, released)
 
     def _withdraw_keys(self, client_key: bytes) -> None:
         keys = self._keys.pop(client_key, None)
@@ -259,7 +244,7 @@ class SharedMemoryServer:
 
     def _listen(self) -> None:
         """Accepts connections, unless too many threads are running."""
-        if self._listener is not None and not self._threads.is_full:
+        if self._listener is not None and len(self._running) < _MAX_THREADS:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -283,9 +268,28 @@ class SharedMemoryServer:
 
     def _run_in_thread(self, function: Callable[[], None], on_end: Callable[[], None]) -> None:
         """Runs a function that may block, and stops accepting connections while too many threads run."""
-        self._threads.run(function, on_end)
-        if self._listener is not None and self._threads.is_full:
+        running = start_logged_task(self._run(function), "shared-memory", _log.error, "shared memory was not released")
+        self._running.add(running)
+
+        def ended(_: object) -> None:
+            self._running.discard(running)
+            on_end()
+            self._listen()
+
+        running.add_done_callback(ended)
+        if self._listener is not None and len(self._running) >= _MAX_THREADS:
             self._loop.remove_reader(self._listener.fileno())
+
+    async def _run(self, function: Callable[[], None]) -> None:
+        """Runs a function in a thread; tries again every second where the system lets no thread start."""
+        while True:
+            try:
+                return await run_in_own_thread("shared-memory", function)
+            except RuntimeError as cause:
+                if not lacks_memory(cause):
+                    raise
+                self._warning.report(f"no thread for shared memory can be started, trying again: {cause}")
+            await asyncio.sleep(_RETRY_S)
 
 
 def _counted_bytes(size: int) -> int:

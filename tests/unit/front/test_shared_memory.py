@@ -9,8 +9,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -47,14 +47,14 @@ def caller_of(name: str) -> Caller:
     return cast(Caller, SimpleNamespace(tenant=SimpleNamespace(name=name, quotas=quotas)))
 
 
-@contextmanager
-def sharing(around: Counters, max_bytes: int = 1 << 30) -> Iterator[SharedMemoryServer]:
+@asynccontextmanager
+async def sharing(around: Counters, max_bytes: int = 1 << 30) -> AsyncIterator[SharedMemoryServer]:
     memories = SharedMemoryServer(around, max_bytes)
     memories.start()
     try:
         yield memories
     finally:
-        memories.close()
+        await memories.close()
 
 
 async def handed_over(memories: SharedMemoryServer, caller: Caller, memory: Memory) -> tuple[socket.socket, bytes]:
@@ -71,8 +71,9 @@ async def handed_over(memories: SharedMemoryServer, caller: Caller, memory: Memo
 
 def test_no_memory_is_accepted_if_disabled() -> None:
     async def run() -> None:
-        with sharing(Counters(), 0) as memories, pytest.raises(GradruleError) as caught:
-            memories.issue_keys(caller_of("a"))
+        async with sharing(Counters(), 0) as memories:
+            with pytest.raises(GradruleError) as caught:
+                memories.issue_keys(caller_of("a"))
         assert caught.value.reason == errors_pb2.ERROR_REASON_UNSUPPORTED
 
     asyncio.run(run())
@@ -81,7 +82,7 @@ def test_no_memory_is_accepted_if_disabled() -> None:
 def test_memory_counts_until_closed() -> None:
     async def run() -> None:
         around, caller = Counters(), caller_of("a")
-        with sharing(around) as memories, closing(memories):
+        async with sharing(around) as memories:
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             use = evaluate_pb2.SharedMemoryUse(memory=answer[1:], request_bytes=10, answer_bytes=5)
             with memories.use(use, caller) as used:
@@ -108,7 +109,7 @@ def test_cancelled_call_closes_its_memory() -> None:
 
     async def run() -> None:
         around, caller = Counters(), caller_of("a")
-        with sharing(around) as memories:
+        async with sharing(around) as memories:
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             use = evaluate_pb2.SharedMemoryUse(memory=answer[1:])
             with pytest.raises(asyncio.CancelledError), memories.use(use, caller) as used:
@@ -125,7 +126,7 @@ def test_two_calls_at_once_never_write_their_answers_into_one_region() -> None:
 
     async def run() -> None:
         around, caller = Counters(), caller_of("a")
-        with sharing(around) as memories:
+        async with sharing(around) as memories:
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             first = evaluate_pb2.SharedMemoryUse(memory=answer[1:], answer_bytes=100)
             second = evaluate_pb2.SharedMemoryUse(memory=answer[1:], answer_offset=100, answer_bytes=100)
@@ -149,7 +150,7 @@ def test_keys_of_a_tenant_are_limited_and_closing_leaves_nothing() -> None:
     async def run() -> None:
         around, caller = Counters(), caller_of("a")
         before = count_descriptors()
-        with sharing(around) as memories:
+        async with sharing(around) as memories:
             for _ in range(40):
                 memories.issue_keys(caller)
             assert around.entered == 16
@@ -192,48 +193,50 @@ def test_slow_closing_descriptors_do_not_block_the_loop(is_read: bool) -> None:
 
     async def run() -> None:
         caller = caller_of("a")
-        with slow_to_close() as slow, sharing(Counters()) as memories:
-            if is_read:
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                connection.connect("\0" + memories.address)
-            else:
-                connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
-            # A kernel that can refuses it.
-            with suppress(PermissionError):
-                socket.send_fds(connection, [b"x"], [slow.fileno()])
-            slow.close()
-            connection.close()
-            longest, last = 0.0, time.monotonic()
-            until = last + 0.5
-            while last < until:
-                await asyncio.sleep(0.001)
-                now = time.monotonic()
-                longest, last = max(longest, now - last), now
-            # Closing the descriptor takes three seconds.
-            assert longest < 2
-            # Others are served meanwhile.
-            other, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
-            assert answer[:1] == b"\0"
-            other.close()
+        with slow_to_close() as slow:
+            async with sharing(Counters()) as memories:
+                if is_read:
+                    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    connection.connect("\0" + memories.address)
+                else:
+                    connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+                # A kernel that can refuses it.
+                with suppress(PermissionError):
+                    socket.send_fds(connection, [b"x"], [slow.fileno()])
+                slow.close()
+                connection.close()
+                longest, last = 0.0, time.monotonic()
+                until = last + 0.5
+                while last < until:
+                    await asyncio.sleep(0.001)
+                    now = time.monotonic()
+                    longest, last = max(longest, now - last), now
+                # Closing the descriptor takes three seconds.
+                assert longest < 2
+                # Others are served meanwhile.
+                other, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+                assert answer[:1] == b"\0"
+                other.close()
 
     asyncio.run(run())
 
 
 def test_accepting_pauses_when_no_descriptor_is_free(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        with sharing(Counters()) as memories, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            listener = memories._listener
-            assert listener is not None
-            accept = Mock(side_effect=OSError(errno.EMFILE, "too many"))
-            failing = SimpleNamespace(accept=accept, fileno=listener.fileno)
-            memories._listener = cast(Any, failing)
-            connection.connect("\0" + memories.address)
-            await _until(lambda: bool(accept.call_count))
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert accept.call_count == 1
-            memories._listener = listener
-            await _until(lambda: bool(memories._handshakes))
+        async with sharing(Counters()) as memories:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                listener = memories._listener
+                assert listener is not None
+                accept = Mock(side_effect=OSError(errno.EMFILE, "too many"))
+                failing = SimpleNamespace(accept=accept, fileno=listener.fileno)
+                memories._listener = cast(Any, failing)
+                connection.connect("\0" + memories.address)
+                await _until(lambda: bool(accept.call_count))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert accept.call_count == 1
+                memories._listener = listener
+                await _until(lambda: bool(memories._handshakes))
         assert caplog.text.count("too many") == 1
 
     asyncio.run(run())
@@ -270,7 +273,7 @@ def test_idle_connections_do_not_delay_the_handshakes_of_others(
     async def run() -> None:
         around = Counters()
         before = count_descriptors()
-        with sharing(around) as memories:
+        async with sharing(around) as memories:
             idle = await connect_idle(memories, 200, shows_keys=shows_keys)
             async with asyncio.timeout(60):
                 connection, answer = await handed_over(memories, caller_of("a"), Memory(4 * _MEBIBYTE))
@@ -288,9 +291,10 @@ def test_idle_connections_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory_connections, "_HANDSHAKE_S", 0.05)
 
     async def run() -> None:
-        with sharing(Counters()) as memories, connected(memories) as connection:
-            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1), 60) == b""
-            await _until(lambda: not memories._handshakes)
+        async with sharing(Counters()) as memories:
+            with connected(memories) as connection:
+                assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1), 60) == b""
+                await _until(lambda: not memories._handshakes)
 
     asyncio.run(run())
 
@@ -302,14 +306,15 @@ def test_full_server_ends_the_oldest_handshake_of_the_user_with_most(monkeypatch
     monkeypatch.setattr(shared_memory_connections, "_peer_uid", lambda _: next(uids))
 
     async def run() -> None:
-        with sharing(Counters()) as memories, ExitStack() as idle:
-            connections = []
-            for _ in range(7):
-                connections.append(idle.enter_context(connected(memories)))
-                await _until(lambda: len(memories._handshakes) == min(len(connections), 5))
-            ended = [await asyncio.get_running_loop().sock_recv(connections[number], 1) for number in (1, 2)]
-            assert ended == [b"", b""]
-            await _until(lambda: [handshake.uid for handshake in memories._handshakes] == [7, 7, 8, 8, 8])
+        async with sharing(Counters()) as memories:
+            with ExitStack() as idle:
+                connections = []
+                for _ in range(7):
+                    connections.append(idle.enter_context(connected(memories)))
+                    await _until(lambda: len(memories._handshakes) == min(len(connections), 5))
+                ended = [await asyncio.get_running_loop().sock_recv(connections[number], 1) for number in (1, 2)]
+                assert ended == [b"", b""]
+                await _until(lambda: [handshake.uid for handshake in memories._handshakes] == [7, 7, 8, 8, 8])
 
     asyncio.run(run())
 
@@ -332,7 +337,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
 def test_memory_is_released_as_soon_as_a_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         around, caller = Counters(), caller_of("a")
-        with sharing(around) as memories:
+        async with sharing(around) as memories:
             before = count_descriptors()
             connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             with no_threads(monkeypatch) as start:
@@ -349,7 +354,7 @@ def test_memory_is_released_as_soon_as_a_thread_can_start(monkeypatch: pytest.Mo
 def test_connections_wait_until_a_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         loop, caller = asyncio.get_running_loop(), caller_of("a")
-        with sharing(Counters()) as memories:
+        async with sharing(Counters()) as memories:
             offer = memories.issue_keys(caller)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                 connection.setblocking(False)
@@ -367,7 +372,7 @@ def test_closing_releases_memory_that_waits_for_a_thread(monkeypatch: pytest.Mon
     async def run() -> None:
         around, caller = Counters(), caller_of("a")
         before = count_descriptors()
-        with sharing(around) as memories:
+        async with sharing(around) as memories:
             connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             with no_threads(monkeypatch) as start:
                 connection.close()
