@@ -45,14 +45,9 @@ def _serve(arguments: Sequence[str]) -> int:
         return 2
 
     from gradrule_server.app import EXIT_FAILED, serve
-    from gradrule_server.errors import GradruleError
-    from gradrule_server.front.server import AcceptLoopEnded, CertificateError
-    from gradrule_server.identity.jwt_verifier import JwtKeyError
-    from gradrule_server.identity.token_file import TokenFileError
-    from gradrule_server.link.process import EngineRefused
+    from gradrule_server.errors import CannotStartError, GradruleError
+    from gradrule_server.front.server import AcceptLoopEnded
     from gradrule_server.operations import logs
-    from gradrule_server.operations.tracing import TracingUnavailableError
-    from gradrule_server.registry.data_folder import StoreError
 
     logs.configure(settings.log_level, settings.log_format)
     ignored = kubernetes_service_variables(os.environ)
@@ -65,17 +60,8 @@ def _serve(arguments: Sequence[str]) -> int:
         # uvloop needs 20 % less processor time for a small call than asyncio's own loop.
         with logs.standard_error_as_lines(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
-    except (
-        EngineRefused,
-        StoreError,
-        TokenFileError,
-        JwtKeyError,
-        CertificateError,
-        TracingUnavailableError,
-        # The registry's database went away while the server read it.
-        GradruleError,
-        OSError,
-    ) as refusal:
+    # GradruleError: the registry's database went away while the server read it.
+    except (CannotStartError, GradruleError, OSError) as refusal:
         print(f"gradrule serve: {refusal}", file=sys.stderr)
         return 1
     except AcceptLoopEnded:

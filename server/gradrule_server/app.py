@@ -52,8 +52,7 @@ async def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then drains. SIGHUP reloads credentials and certificates.
 
     Raises:
-        EngineRefused, StoreError, TokenFileError, JwtKeyError, CertificateError, TracingUnavailableError, OSError: If
-            the server cannot start, or its HTTP gateway.
+        CannotStartError, OSError: If the server cannot start, or its HTTP gateway.
         GradruleError: If the registry's database goes away while the server starts.
         AcceptLoopEnded: If gRPC accepts no more calls; engines are stopped by then.
     """

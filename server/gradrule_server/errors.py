@@ -1,4 +1,4 @@
-"""Defines `GradruleError`, the only error type that the server's own code raises.
+"""Defines `GradruleError`, the only error type that the server's own code raises once it has started.
 
 `front.calls` converts it into a `google.rpc.Status`, and the engine into a `Fault` message. This module imports
 neither gRPC nor TensorFlow.
@@ -19,6 +19,10 @@ from gradrule.v1 import errors_pb2
 Reason = errors_pb2.ErrorReason
 
 _PREFIX = "ERROR_REASON_"
+
+
+class CannotStartError(Exception):
+    """The server cannot start; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,26 +63,6 @@ class CallerAuthenticator:
             raise unauthenticated()
 
 
-class CredentialCheck:
-    """Ends a stream with UNAUTHENTICATED once the credential that opened it has been withdrawn."""
-
-    __slots__ = ("_authenticator", "_end", "_principal")
-
-    def __init__(
-        self, authenticator: CallerAuthenticator, principal: Principal, end: Callable[[GradruleError], object]
-    ) -> None:
-        self._authenticator = authenticator
-        self._principal = principal
-        self._end = end
-
-    def check(self) -> None:
-        """Checks the credential; called at intervals."""
-        try:
-            self._authenticator.check_still_valid(self._principal)
-        except GradruleError as cause:
-            self._end(cause)
-
-
 class RpcService(grpc.GenericRpcHandler):
     """Finds the handler of each call of one gRPC service by the path of its method.
 

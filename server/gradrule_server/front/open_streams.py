@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.admission import Admission
-from gradrule_server.front.authentication import CallerAuthenticator, CredentialCheck
+from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.calls import MAX_COMPRESSED_BYTES, Caller, Context, StreamMethod, when_done
 from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.sockets import close_connection
@@ -67,6 +67,12 @@ class OpenStreams:
                 )
             )
 
+        def check_credential() -> None:
+            try:
+                self._authenticator.check_still_valid(caller.principal)
+            except GradruleError as cause:
+                end(cause)
+
         messages = self._connections.get(context.peer()).messages(requests)
 
         async def authenticated_messages() -> AsyncIterator[bytes]:
@@ -98,8 +104,7 @@ class OpenStreams:
 
         writer = WatchedWriter(write, self._stall_s, on_stall)
         serving = asyncio.ensure_future(method(caller, authenticated_messages(), writer.write))
-        credential_check = CredentialCheck(self._authenticator, caller.principal, end)
-        self._credential_checks.add(credential_check)
+        self._credential_checks.add(check_credential)
         try:
             await serving
         except asyncio.CancelledError:
@@ -107,5 +112,5 @@ class OpenStreams:
                 raise
             raise causes[0] from None
         finally:
-            self._credential_checks.discard(credential_check)
+            self._credential_checks.discard(check_credential)
             writer.close()

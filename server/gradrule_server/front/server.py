@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from gradrule.v1 import admin_pb2
 from gradrule_server.concurrency import RepeatedWarning
+from gradrule_server.errors import CannotStartError
 from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.public_services import NOT_SERVING, SERVING, Health, Reflection
 from gradrule_server.front.request_pipeline import RequestPipeline
@@ -50,7 +51,7 @@ _PING_INTERVAL_MS = 5_000
 _ACCEPT_LOOP = "AioServer._server_main_loop"
 
 
-class CertificateError(Exception):
+class CertificateError(CannotStartError):
     """Certificate files cannot be used; the message says which and why."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Self, cast
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
@@ -105,35 +105,29 @@ class Deadline:
         self._task.cancel()
 
 
-class Checked(Protocol):
-    """Something that is checked at intervals."""
-
-    def check(self) -> None: ...
-
-
 class IntervalChecks:
-    """Calls `check` of every item once per interval, on the event loop."""
+    """Calls every check once per interval, on the event loop."""
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
-        self._items: set[Checked] = set()
+        self._checks: set[Callable[[], object]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, item: Checked) -> None:
-        """Starts to check an item."""
-        self._items.add(item)
+    def add(self, check: Callable[[], object]) -> None:
+        """Starts to call a check."""
+        self._checks.add(check)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self.interval_s, self._check_all)
 
-    def discard(self, item: Checked) -> None:
-        """Stops checking an item. The timer goes on, since many short calls would otherwise set it again each time."""
-        self._items.discard(item)
+    def discard(self, check: Callable[[], object]) -> None:
+        """Stops calling a check. The timer goes on, since many short calls would otherwise set it again each time."""
+        self._checks.discard(check)
 
     def _check_all(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self.interval_s, self._check_all) if self._items else None
-        for item in list(self._items):
-            item.check()
+        self._timer = loop.call_later(self.interval_s, self._check_all) if self._checks else None
+        for check in list(self._checks):
+            check()
 
 
 def read_timeout(stall_s: float, size: int) -> float:
@@ -150,7 +144,7 @@ class UnreadAnswer:
     Args:
         peer: as gRPC gives it. Kept here, since gRPC crashes if asked for the peer of a call that is over.
         timeout_s: seconds that the client has.
-        checks: what calls `check` at intervals.
+        checks: call `check` at intervals.
         on_done: called when gRPC has finished the call.
     """
 
@@ -161,7 +155,7 @@ class UnreadAnswer:
         self._left_s = timeout_s
         self._checks = checks
         self._on_done = on_done
-        checks.add(self)
+        checks.add(self.check)
 
     def check(self) -> None:
         """Closes the connection if the time is up."""
@@ -171,7 +165,7 @@ class UnreadAnswer:
 
     def finish(self, _: object) -> None:
         """Stops the checks; gRPC calls this when it has finished the call."""
-        self._checks.discard(self)
+        self._checks.discard(self.check)
         self._on_done()
 
 

@@ -5,9 +5,8 @@ from gradrule_server.identity.principal import (
     Authenticator,
     Principal,
     check_tenant,
-    denied,
     require_admin,
     unauthenticated,
 )
 
-__all__ = ["ANONYMOUS", "Authenticator", "Principal", "check_tenant", "denied", "require_admin", "unauthenticated"]
+__all__ = ["ANONYMOUS", "Authenticator", "Principal", "check_tenant", "require_admin", "unauthenticated"]

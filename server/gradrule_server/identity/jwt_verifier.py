@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 
+from gradrule_server.errors import CannotStartError
 from gradrule_server.identity.principal import Principal, check_tenant
 from gradrule_server.identity.watched_file import WatchedFile
 
@@ -40,7 +41,7 @@ _MALFORMED = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionErr
 _PublicKey: TypeAlias = RSAPublicKey | EllipticCurvePublicKey | Ed25519PublicKey
 
 
-class JwtKeyError(Exception):
+class JwtKeyError(CannotStartError):
     """A file of keys cannot be used; the message says which file and why."""
 
 

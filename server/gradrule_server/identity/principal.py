@@ -122,15 +122,10 @@ def unauthenticated() -> GradruleError:
     )
 
 
-def denied() -> GradruleError:
-    """Returns PERMISSION_DENIED, always with the same message."""
-    return error(
-        errors_pb2.ERROR_REASON_PERMISSION_DENIED,
-        "the credential has no administrator rights, which this needs",
-    )
-
-
 def require_admin(principal: Principal) -> None:
-    """Raises PERMISSION_DENIED unless the principal is an administrator."""
+    """Raises PERMISSION_DENIED, always with the same message, unless the principal is an administrator."""
     if not principal.is_admin:
-        raise denied()
+        raise error(
+            errors_pb2.ERROR_REASON_PERMISSION_DENIED,
+            "the credential has no administrator rights, which this needs",
+        )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gradrule_server.concurrency import RepeatedWarning
+from gradrule_server.errors import CannotStartError
 from gradrule_server.identity.principal import Principal, check_tenant
 from gradrule_server.identity.watched_file import WatchedFile
 
@@ -35,7 +36,7 @@ _MAX_PROBLEMS_SHOWN = 5
 _FIELDS = frozenset({"sha256", "tenant", "admin", "created", "expires"})
 
 
-class TokenFileError(Exception):
+class TokenFileError(CannotStartError):
     """A file of tokens cannot be used; the message says where and why."""
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gradrule_server.errors import CannotStartError
 from gradrule_server.link import arena
 from gradrule_server.link.arena import Arenas
 from gradrule_server.link.connection import Connection
@@ -43,7 +44,7 @@ _NEAR_LIMIT = 0.9
 _MAY_LACK = 0.5
 
 
-class EngineRefused(Exception):
+class EngineRefused(CannotStartError):
     """The engine cannot start as configured (no such device, another release). Trying again would not help."""
 
 

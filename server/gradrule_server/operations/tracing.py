@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from gradrule_server.errors import CannotStartError
 from gradrule_server.operations.request_record import TRACE_PARENT, TRACE_STATE, RequestRecord
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _PACKAGE = "gradrule.v1."
 _FLUSH_MS = 5000
 
 
-class TracingUnavailableError(Exception):
+class TracingUnavailableError(CannotStartError):
     """Traces cannot be exported; the message says why and what to do."""
 
 

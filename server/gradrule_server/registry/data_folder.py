@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from gradrule_server.errors import CannotStartError
+
 DATABASE_FILE = "gradrule.db"
 MARKER = "gradrule.registry"
 RESERVE = "gradrule.reserve"
@@ -34,7 +36,7 @@ _NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENO
 _IS_RUNNING = "running"
 
 
-class StoreError(Exception):
+class StoreError(CannotStartError):
     """The registry's files cannot be used; the message says why, and what to do."""
 
 
