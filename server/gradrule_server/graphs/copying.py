@@ -1,7 +1,7 @@
 """Copies a graph with all calls inlined, so that every node that runs exists once and has a unique name.
 
-`_copy` copies the nodes of a body into a destination. The body of a call goes into the destination of the call, with
-the call's name as prefix; the body of a loop or branch becomes a new function per use.
+The nodes of a call's function go into the body that contains the call, with the call's name as prefix. The function of
+a loop or branch becomes a new function per use.
 """
 
 from __future__ import annotations
@@ -71,24 +71,6 @@ class Destination:
 
 
 @dataclass(slots=True)
-class _Placed:
-    """Maps nodes of a source body to their copies.
-
-    Attributes:
-        nodes: The index of the copied node, by index of the source node; control inputs use it.
-        outputs: The copied output tensors of nodes whose outputs other nodes of the copy compute.
-    """
-
-    nodes: list[int]
-    outputs: dict[int, list[Ref]] = field(default_factory=dict)
-
-    def ref(self, ref: Ref) -> Ref:
-        """Returns the copy of a tensor."""
-        outputs = self.outputs.get(ref[0])
-        return (self.nodes[ref[0]], ref[1]) if outputs is None else outputs[ref[1]]
-
-
-@dataclass(slots=True)
 class Copy:
     """A copied graph: its top level, and the new positions of the requested tensors."""
 
@@ -125,193 +107,45 @@ def copy_graph(
             include uses inside the call.
         namespace: Prefix of the names of copied functions.
     """
-    copier = _Copier(resolver, fed, separate, namespace)
-    destination = Destination(Body(""), "")
-    placed = copier.copy(top, destination)
-    tensors = {ref: placed.ref(ref) for ref in requested}
-    return Copy(destination.body, tensors, copier.scopes, copier.qualified_scopes, copier.candidates, copier.unique)
+    copier = _Copier(resolver, namespace)
+    separate_outputs: dict[int, set[int]] = {}
+    for node, output in separate:
+        separate_outputs.setdefault(node, set()).add(output)
+    copied = _BodyCopy(copier, top, copier.destination(Body(""), "", ""), fed=fed, separate=separate_outputs)
+    copied.run(())
+    return copier.copy(copied.into.body, {ref: copied.ref(ref) for ref in requested})
 
 
 def copy_function(source: Body, scope: str, resolver: Resolver, namespace: str) -> Copy:
     """Copies a function and all functions that it uses; public names of its nodes start with `scope`."""
-    copier = _Copier(resolver, {}, frozenset(), namespace)
-    body = copier.copy_function(source, "rule", scope, scope, None)
-    return Copy(body, {}, copier.scopes, copier.qualified_scopes, copier.candidates, copier.unique)
+    copier = _Copier(resolver, namespace)
+    return copier.copy(copier.copy_function(source, "rule", scope, scope, None), {})
 
 
 class _Copier:
-    def __init__(
-        self, resolver: Resolver, fed: Mapping[int, AbstractSet[int]], separate: AbstractSet[Ref], namespace: str
-    ) -> None:
-        self._resolver = resolver
-        self._namespace = namespace
-        self._fed = fed
-        self._separate: dict[int, set[int]] = {}
-        for node, output in separate:
-            self._separate.setdefault(node, set()).add(output)
-        self.scopes: dict[str, str] = {}
-        self.qualified_scopes: dict[str, str] = {}
+    """The state of one copy: the new bodies and candidates."""
+
+    def __init__(self, resolver: Resolver, namespace: str) -> None:
+        self.resolver = resolver
         self.candidates: list[CandidateNode] = []
+        self._namespace = namespace
+        self._scopes: dict[str, str] = {}
+        self._qualified_scopes: dict[str, str] = {}
         self._destinations: dict[int, Destination] = {}
 
-    def copy(self, top: Body, into: Destination) -> _Placed:
-        """Copies the top level."""
-        self._destinations[id(into.body)] = into
-        return self._copy(top, into, "", [], None, None)
+    def copy(self, body: Body, tensors: dict[Ref, Ref]) -> Copy:
+        """Returns the finished copy."""
+        return Copy(body, tensors, self._scopes, self._qualified_scopes, self.candidates, self._unique)
 
-    def unique(self, body: Body, name: str) -> str:
-        """Returns a free name in a body of the copy."""
-        return self._destinations[id(body)].unique(name)
-
-    def _copy(
-        self,
-        source: Body,
-        into: Destination,
-        prefix: str,
-        args: Sequence[Ref],
-        gate: int | None,
-        around: CandidateNode | None,
-    ) -> _Placed:
-        """Copies the nodes of a body into a destination.
-
-        Args:
-            source: The body.
-            into: The destination.
-            prefix: Prefix of the names of the copied nodes.
-            args: The tensors that replace the arguments.
-            gate: The node that all copied nodes must wait for; None: no such node.
-            around: The innermost call that contains the nodes; None: no call does.
-        """
-        nodes, is_top = source.nodes, not source.name
-        names = [into.unique(prefix + node.name) for node in nodes[source.arg_count :]]
-        placed = _Placed([-1] * len(nodes))
-        for position, ref in enumerate(args):
-            placed.nodes[position] = ref[0]
-            placed.outputs[position] = [ref]
-        awaited = {control for node in nodes for control in node.controls}
-        awaited.update(position for _, position in source.control_results)
-        for position in source.order:
-            node = nodes[position]
-            if node.op == ARG:
-                continue
-            name = public = names[position - source.arg_count]
-            fed = self._fed.get(position) if is_top else None
-            if fed:
-                name = into.unique(f"{name}/computed")
-            inputs = tuple([placed.ref(ref) for ref in node.inputs])
-            controls: Sequence[int] = [placed.nodes[control] for control in node.controls] if node.controls else ()
-            calls = is_call(node)
-            if gate is not None and (calls or all(ref[0] < source.arg_count for ref in node.inputs)):
-                controls = [*controls, gate]
-            copy = Node(name, node.op, inputs, controls, node.attrs, node.outputs, unsupported=node.unsupported)
-            if calls:
-                candidate = self._call_candidate(node, into, public, source.name, around)
-                separate = self._separate.get(position, set()) if is_top else set()
-                self._inline(
-                    node, copy, into, position, placed, separate, candidate or around, awaited=position in awaited
-                )
-            else:
-                if node.op in BRANCHES:
-                    _separate_inputs(copy, [_type(source, ref) for ref in node.inputs], into)
-                placed.nodes[position] = into.add(copy)
-                if self._resolver.matchers or GRADIENT_ATTR in node.attrs or OUTPUTS_ATTR in node.attrs:
-                    self.candidates.append(
-                        CandidateNode(
-                            into.public(public),
-                            into.qualified(public),
-                            source.name,
-                            into.body,
-                            placed.nodes[position],
-                            around,
-                        )
-                    )
-                copy.watched = bool(inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
-                if node.functions:
-                    self._copy_functions(node, copy, into, around)
-            if fed:
-                self._feed(node, public, sorted(fed), into, position, placed)
-        return placed
-
-    def _call_candidate(
-        self, node: Node, into: Destination, name: str, function: str, around: CandidateNode | None
-    ) -> CandidateNode | None:
-        """Adds and returns the candidate for a call; None without overrides and attributes about its gradient."""
-        names = into.public(name), into.qualified(name)
-        gets_rule = self._resolver.may_match_call(node, *names)
-        if not gets_rule and not self._resolver.matchers:
-            return None
-        candidate = CandidateNode(*names, function, into.body, -1, around, InlinedCall(node, gets_rule))
-        self.candidates.append(candidate)
-        return candidate
-
-    def _inline(
-        self,
-        node: Node,
-        call: Node,
-        into: Destination,
-        position: int,
-        placed: _Placed,
-        separate: AbstractSet[int],
-        around: CandidateNode | None,
-        *,
-        awaited: bool,
-    ) -> None:
-        """Inlines a call: copies the nodes of its function into the body that contains the call.
-
-        A call that can get a rule has an Identity for each result, and for each repeated argument: its subgraph has
-        inputs and outputs that differ. `around`: the candidate for the call, or else that for the call around it.
-        """
-        body = node.functions[0][1][0]
-        gate = None
-        if len(call.controls) == 1:
-            gate = call.controls[0]
-        elif call.controls:
-            gate = into.add(Node(into.unique(f"{call.name}/before"), "NoOp", [], call.controls, {}, ()))
-        inlined = around.call if around is not None and around.call is not None and around.call.node is node else None
-        is_subgraph = inlined is not None and inlined.may_match
-        args = call.inputs
-        if inlined is not None and is_subgraph:
-            args = _separate(args, body.arg_types, f"{call.name}/argument", into)
-            inlined.arguments = Node(into.unique(f"{call.name}/arguments"), "NoOp", args, (), {}, ())
-            into.add(inlined.arguments)
-        inner = self._copy(body, into, f"{call.name}/", args, gate, around)
-        ends = [inner.nodes[control] for _, control in body.control_results]
-        outputs = []
-        for number, ref in enumerate(body.results):
-            output = inner.ref(ref)
-            # An Identity is needed in three cases: the output is an argument that must wait for the gate; a requested
-            # tensor must differ from the tensor that nodes inside the call use; the call itself can get a rule.
-            waits = [] if gate is None or ref[0] >= body.arg_count else [gate]
-            waits += _not_behind(into.body, output[0], ends)
-            if number in separate or is_subgraph or waits:
-                result = _identity(into, f"{call.name}/result_{number}", output, body.result_types[number], waits)
-                output = (into.add(result), 0)
-                if inlined is not None and is_subgraph:
-                    inlined.results.append(result)
-            outputs.append(output)
-        placed.outputs[position] = outputs
-        if awaited:
-            after = {producer for producer, _ in outputs}
-            after.update(inner.nodes[control] for _, control in body.control_results)
-            after.update(() if gate is None else (gate,))
-            placed.nodes[position] = into.add(Node(call.name, "NoOp", [], sorted(after), {}, ()))
-
-    def _copy_functions(self, node: Node, copy: Node, into: Destination, around: CandidateNode | None) -> None:
-        """Copies the functions of a loop or a branch."""
-        functions = []
-        public, qualified = into.public(copy.name), into.qualified(copy.name)
-        for attr, bodies in node.functions:
-            copies = [
-                self.copy_function(body, attr, public, f"{qualified}[{_branch_name(attr, number)}]", around)
-                for number, body in enumerate(bodies)
-            ]
-            functions.append((attr, tuple(copies)))
-        copy.functions = tuple(functions)
+    def destination(self, body: Body, public: str, qualified: str) -> Destination:
+        """Creates the destination of nodes in a new body."""
+        self._destinations[id(body)] = Destination(body, public, qualified)
+        return self._destinations[id(body)]
 
     def copy_function(self, source: Body, attr: str, public: str, qualified: str, around: CandidateNode | None) -> Body:
         """Returns a copy of a function under a new name."""
-        name = f"{self._namespace}_{len(self.scopes):04d}_{attr}"
-        self.scopes[name], self.qualified_scopes[name] = public, qualified
+        name = f"{self._namespace}_{len(self._scopes):04d}_{attr}"
+        self._scopes[name], self._qualified_scopes[name] = public, qualified
         body = Body(
             name,
             arg_notes=source.arg_notes,
@@ -320,24 +154,157 @@ class _Copier:
             result_types=source.result_types,
             is_stateful=source.is_stateful,
         )
-        into = self._destinations[id(body)] = Destination(body, public, qualified)
+        into = self.destination(body, public, qualified)
         args = []
         for arg in source.nodes[: source.arg_count]:
             args.append((into.add(Node(into.unique(arg.name), ARG, [], [], {}, arg.outputs)), 0))
-        placed = self._copy(source, into, "", args, None, around)
-        body.results = [placed.ref(ref) for ref in source.results]
-        body.control_results = [(result, placed.nodes[position]) for result, position in source.control_results]
+        copied = _BodyCopy(self, source, into, around=around)
+        copied.run(args)
+        body.results = [copied.ref(ref) for ref in source.results]
+        body.control_results = [(result, copied.nodes[position]) for result, position in source.control_results]
         return body
 
-    def _feed(
-        self, node: Node, name: str, fed: Sequence[int], into: Destination, position: int, placed: _Placed
-    ) -> None:
+    def _unique(self, body: Body, name: str) -> str:
+        return self._destinations[id(body)].unique(name)
+
+
+@dataclass(slots=True, eq=False)
+class _BodyCopy:
+    """Copies the nodes of one body into a destination, and maps them to their copies.
+
+    Attributes:
+        copier: The state of the whole copy.
+        source: The body.
+        into: The destination.
+        prefix: Prefix of the names of the copied nodes.
+        gate: The node that all copied nodes must wait for; None: no such node.
+        around: The innermost call that contains the nodes; None: no call does.
+        fed: The fed outputs of each node, by index of the node.
+        separate: Outputs of calls that need a tensor of their own, by index of the call.
+        nodes: The index of the copied node, by index of the source node; control inputs use it.
+        outputs: The copied output tensors of nodes whose outputs other nodes of the copy compute.
+    """
+
+    copier: _Copier
+    source: Body
+    into: Destination
+    prefix: str = ""
+    gate: int | None = None
+    around: CandidateNode | None = None
+    fed: Mapping[int, AbstractSet[int]] = field(default_factory=dict)
+    separate: Mapping[int, AbstractSet[int]] = field(default_factory=dict)
+    nodes: list[int] = field(init=False)
+    outputs: dict[int, list[Ref]] = field(default_factory=dict)
+
+    def ref(self, ref: Ref) -> Ref:
+        """Returns the copy of a tensor."""
+        outputs = self.outputs.get(ref[0])
+        return (self.nodes[ref[0]], ref[1]) if outputs is None else outputs[ref[1]]
+
+    def run(self, args: Sequence[Ref]) -> None:
+        """Copies the nodes. `args`: the tensors that replace the arguments."""
+        source = self.source
+        names = [self.into.unique(self.prefix + node.name) for node in source.nodes[source.arg_count :]]
+        self.nodes = [-1] * len(source.nodes)
+        for position, ref in enumerate(args):
+            self.nodes[position], self.outputs[position] = ref[0], [ref]
+        awaited = {control for node in source.nodes for control in node.controls}
+        awaited.update(position for _, position in source.control_results)
+        for position in source.order:
+            if source.nodes[position].op == ARG:
+                continue
+            name = names[position - source.arg_count]
+            if is_call(source.nodes[position]):
+                self._inline(position, name, is_awaited=position in awaited)
+            else:
+                self._copy_node(position, name)
+            if position in self.fed:
+                self._feed(position, name)
+
+    def _new_node(self, position: int, name: str) -> Node:
+        """Returns the copy of a node, under another name if its outputs are fed."""
+        node = self.source.nodes[position]
+        inputs = tuple([self.ref(ref) for ref in node.inputs])
+        controls: Sequence[int] = [self.nodes[control] for control in node.controls] if node.controls else ()
+        if self.gate is not None and (is_call(node) or all(ref[0] < self.source.arg_count for ref in node.inputs)):
+            controls = [*controls, self.gate]
+        name = self.into.unique(f"{name}/computed") if position in self.fed else name
+        return Node(name, node.op, inputs, controls, node.attrs, node.outputs, unsupported=node.unsupported)
+
+    def _add_candidate(self, name: str, index: int, call: InlinedCall | None = None) -> CandidateNode:
+        names = self.into.public(name), self.into.qualified(name)
+        candidate = CandidateNode(*names, self.source.name, self.into.body, index, self.around, call)
+        self.copier.candidates.append(candidate)
+        return candidate
+
+    def _copy_node(self, position: int, name: str) -> None:
+        """Copies a node that is no call, with the functions of a loop or a branch."""
+        node, copy, into = self.source.nodes[position], self._new_node(position, name), self.into
+        if node.op in BRANCHES:
+            _separate_inputs(copy, [_type(self.source, ref) for ref in node.inputs], into)
+        self.nodes[position] = into.add(copy)
+        if self.copier.resolver.matchers or GRADIENT_ATTR in node.attrs or OUTPUTS_ATTR in node.attrs:
+            self._add_candidate(name, self.nodes[position])
+        copy.watched = bool(copy.inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
+        public, qualified = into.public(copy.name), into.qualified(copy.name)
+        functions = []
+        for attr, bodies in node.functions:
+            copies = [
+                self.copier.copy_function(body, attr, public, f"{qualified}[{_branch_name(attr, number)}]", self.around)
+                for number, body in enumerate(bodies)
+            ]
+            functions.append((attr, tuple(copies)))
+        copy.functions = tuple(functions)
+
+    def _inline(self, position: int, name: str, *, is_awaited: bool) -> None:
+        """Copies the nodes of a call's function.
+
+        A call that can get a rule has an Identity for each result, and for each repeated argument: its subgraph has
+        inputs and outputs that differ. Without overrides, only such a call is a candidate.
+        """
+        node, call, into = self.source.nodes[position], self._new_node(position, name), self.into
+        resolver, body = self.copier.resolver, node.functions[0][1][0]
+        may_match = resolver.may_match_call(node, into.public(name), into.qualified(name))
+        inlined, around = InlinedCall(node, may_match), self.around
+        if may_match or resolver.matchers:
+            around = self._add_candidate(name, -1, inlined)
+        gate = None
+        if len(call.controls) == 1:
+            gate = call.controls[0]
+        elif call.controls:
+            gate = into.add(Node(into.unique(f"{call.name}/before"), "NoOp", [], call.controls, {}, ()))
+        args = call.inputs
+        if may_match:
+            args = _separate(args, body.arg_types, f"{call.name}/argument", into)
+            inlined.arguments = Node(into.unique(f"{call.name}/arguments"), "NoOp", args, (), {}, ())
+            into.add(inlined.arguments)
+        inner = _BodyCopy(self.copier, body, into, f"{call.name}/", gate, around)
+        inner.run(args)
+        ends = [inner.nodes[control] for _, control in body.control_results]
+        outputs = self.outputs[position] = []
+        for number, ref in enumerate(body.results):
+            output = inner.ref(ref)
+            # An Identity is needed in three cases: the output is an argument that must wait for the gate; a requested
+            # tensor must differ from the tensor that nodes inside the call use; the call itself can get a rule.
+            waits = [] if gate is None or ref[0] >= body.arg_count else [gate]
+            waits += _not_behind(into.body, output[0], ends)
+            if number in self.separate.get(position, ()) or may_match or waits:
+                result = _identity(into, f"{call.name}/result_{number}", output, body.result_types[number], waits)
+                output = (into.add(result), 0)
+                inlined.results += [result] if may_match else []
+            outputs.append(output)
+        if is_awaited:
+            after = {*(producer for producer, _ in outputs), *ends, *(() if gate is None else (gate,))}
+            self.nodes[position] = into.add(Node(call.name, "NoOp", [], sorted(after), {}, ()))
+
+    def _feed(self, position: int, name: str) -> None:
         """Replaces fed outputs by placeholders under the node's public name."""
-        outputs = [placed.ref((position, output)) for output in range(len(node.outputs or ()))]
+        node, into, fed = self.source.nodes[position], self.into, sorted(self.fed[position])
         types = node.outputs or ()
+        outputs = [self.ref((position, output)) for output in range(len(types))]
         if fed == [0]:
-            placeholder = into.add(_placeholder(name, types[0], node.attrs.get("shape") if len(types) == 1 else None))
-            outputs[0], alias = (placeholder, 0), placeholder
+            alias = into.add(_placeholder(name, types[0], node.attrs.get("shape") if len(types) == 1 else None))
+            outputs[0] = alias, 0
         else:
             feeds = {}
             for output in fed:
@@ -351,7 +318,7 @@ class _Copier:
             alias = into.add(Node(name, "IdentityN", node_inputs, [], attrs, tuple(inner_types)))
             for output in fed:
                 outputs[output] = (alias, output)
-        placed.outputs[position], placed.nodes[position] = outputs, alias
+        self.outputs[position], self.nodes[position] = outputs, alias
 
 
 def _branch_name(attr: str, number: int) -> str:
