@@ -9,14 +9,12 @@ from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph, Versions
 from gradrule.v1.tensor_pb2 import TensorShape
 from gradrule_server.errors import error
-from gradrule_server.graphs.copying import Copy, copy_function
+from gradrule_server.graphs.copying import copy_function
 from gradrule_server.graphs.findings import Reason
 from gradrule_server.graphs.ir import ARG, Body, Limits, prune
 from gradrule_server.graphs.node_gradients import NodeGradients
-from gradrule_server.graphs.resolution_context import Match, Resolved, is_differentiable
+from gradrule_server.graphs.resolution_context import ResolutionContext, Resolved
 from gradrule_server.graphs.resolve import Resolver
-from gradrule_server.graphs.selectors import OWN_GRADIENT
-from gradrule_server.graphs.subgraphs import Subgraph, call_subgraph, insert_custom_gradient_nodes, positions_of
 from gradrule_server.graphs.write import write_node, written_versions
 
 # Keeps names of inner nodes distinct from the rule's variables and results.
@@ -44,37 +42,14 @@ def expand_embedded_rules(node_gradients: NodeGradients, namespace: str) -> Embe
         copy = copy_function(node_gradients.gradients[name], name, resolver, f"{namespace}_r{len(rules.bodies)}")
         rules.bodies[name] = copy.body
         rules.scopes.update(copy.scopes)
-        _resolve_nodes(copy, node_gradients, rules.resolved)
+        context = ResolutionContext(copy.body, copy.candidates, copy.scopes)
+        resolver.resolve(context)
+        context.insert_custom_gradient_nodes(copy.unique)
+        rules.resolved.update(context.resolved)
     # Prune last: nodes are keyed by id(), and ids of freed nodes are reused.
     for body in rules.bodies.values():
         _prune(body)
     return rules
-
-
-def _resolve_nodes(copy: Copy, node_gradients: NodeGradients, resolved: dict[int, Resolved]) -> None:
-    """Finds the gradients that the nodes of an embedded gradient request, and adds nodes for calls with a rule."""
-    subgraphs: list[tuple[Subgraph, Match]] = []
-    whole: set[int] = set()
-    for candidate in copy.candidates:
-        if any(id(call) in whole for call in candidate.calls_around):
-            continue
-        if candidate.call is not None:
-            candidate.call.detach()
-        differentiable = is_differentiable(candidate.node, candidate.input_types)
-        found = node_gradients.find_match(candidate, differentiable)
-        what = found or node_gradients.find_foreign(candidate.node, candidate.name)
-        if what is not None and candidate.call is not None:
-            whole.add(id(candidate))
-        if found is not None and candidate.call is not None and found.rule != OWN_GRADIENT:
-            subgraph = call_subgraph(candidate, positions_of(candidate.body))
-            found.outputs = len(subgraph.outputs)
-            subgraphs += [(subgraph, found)] if subgraph.outputs else []
-        elif what is not None:
-            for node in candidate.marked_nodes():
-                resolved.setdefault(id(node), []).append(what)
-    inserted, _ = insert_custom_gradient_nodes([(subgraph, match.node) for subgraph, match in subgraphs], copy.unique)
-    for node, (_, match) in zip(inserted, subgraphs, strict=True):
-        resolved[id(node)] = [match]
 
 
 def _prune(body: Body) -> None:

@@ -47,7 +47,6 @@ from gradrule_server.graphs.resolution_context import RequestTensors, Resolution
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.rewrites import check_rewrites, rewrite
 from gradrule_server.graphs.selectors import compile_selectors, names_branch, without_branches
-from gradrule_server.graphs.subgraphs import insert_custom_gradient_nodes
 from gradrule_server.graphs.variable_lowering import lower_variables
 from gradrule_server.graphs.variables import VARIABLE_OPS, Variable, VariableTable, fed_in_place
 from gradrule_server.graphs.write import mark_nodes, tensor_name, write_graph
@@ -260,13 +259,8 @@ class _Expansion:
             self._findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field="spec.overrides")
         elif self._request.ys:
             resolver.resolve(self._context)
-        subgraphs = self._context.subgraphs
-        inserted, moves = insert_custom_gradient_nodes(
-            [(subgraph, match.node) for subgraph, match in subgraphs], copy.unique
-        )
-        for custom_gradient, (_, match) in zip(inserted, subgraphs, strict=True):
-            self._context.resolved[id(custom_gradient)] = [match]
-        moved = moves.get(id(copy.body), {})
+            self._context.find_dependence()
+        moved = self._context.insert_custom_gradient_nodes(copy.unique)
         copy.tensors = {ref: moved.get(target, target) for ref, target in copy.tensors.items()}
         self._matches = self._context.matches()
         if self._request.ys:
@@ -274,9 +268,6 @@ class _Expansion:
 
     def _resolution_context(self) -> ResolutionContext:
         """Returns the context for selectors: the copy, the request's tensors, and a look-up of tensors by name."""
-        for one in self._copy.candidates:
-            if one.call is not None:
-                one.call.detach()
         # The closures must not refer to `self`, which refers to them: reference counting frees all of it.
         copy, selected, requested, findings = self._copy, self._selected, self._requested, self._findings
         inner: dict[str, list[tuple[Body, int, str]]] = {}

@@ -20,6 +20,7 @@ from gradrule_server.graphs.subgraphs import (
     Regions,
     Subgraph,
     call_subgraph,
+    insert_custom_gradient_nodes,
     positions_of,
 )
 
@@ -93,9 +94,9 @@ Resolved = list[Match | ForeignGradient]
 class RequestTensors:
     """The request's tensors that path-dependent selectors need, as tensors of the copy's top level."""
 
-    xs: AbstractSet[Ref]
-    ys: AbstractSet[Ref]
-    stop_gradients: AbstractSet[Ref]
+    xs: AbstractSet[Ref] = frozenset()
+    ys: AbstractSet[Ref] = frozenset()
+    stop_gradients: AbstractSet[Ref] = frozenset()
 
 
 class ResolutionContext:
@@ -115,10 +116,13 @@ class ResolutionContext:
         top: Body,
         candidates: Sequence[CandidateNode],
         scopes: Mapping[str, str],
-        requested: RequestTensors,
-        look_up: Callable[[str], Sequence[Tensor]],
-        find: Callable[[str, str], Sequence[Tensor]],
+        requested: RequestTensors | None = None,
+        look_up: Callable[[str], Sequence[Tensor]] = lambda name: (),
+        find: Callable[[str, str], Sequence[Tensor]] = lambda name, field: (),
     ) -> None:
+        for candidate in candidates:
+            if candidate.call is not None:
+                candidate.call.detach()
         self.top = top
         self._scopes = scopes
         self.candidates = candidates
@@ -134,7 +138,7 @@ class ResolutionContext:
         self._matches: list[tuple[int, Match]] = []
         # The same matches of nodes and calls, with id() of the nodes that carry them.
         self._matched_nodes: list[tuple[int, list[int], Match]] = []
-        self.requested = requested
+        self.requested = requested or RequestTensors()
         self.look_up = look_up
         self._find = find
         self.orders = paths.Orders()
@@ -200,6 +204,17 @@ class ResolutionContext:
         # A call without results has no gradient.
         if subgraph.outputs:
             self.subgraphs.append((subgraph, match))
+
+    def insert_custom_gradient_nodes(self, unique: Callable[[Body, str], str]) -> Mapping[Ref, Ref]:
+        """Inserts nodes for the subgraphs that have rules; returns the new positions of tensors of the top level.
+
+        `unique`: returns an unused name in a body.
+        """
+        named = [(subgraph, match.node) for subgraph, match in self.subgraphs]
+        inserted, moves = insert_custom_gradient_nodes(named, unique)
+        for node, (_, match) in zip(inserted, self.subgraphs, strict=True):
+            self.resolved[id(node)] = [match]
+        return moves.get(id(self.top), {})
 
     def find_dependence(self) -> None:
         """Finds which matches depend on the xs. To be called after all matches are recorded.

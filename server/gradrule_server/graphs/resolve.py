@@ -94,7 +94,6 @@ class Resolver:
                 foreign = self.node_gradients.find_foreign(candidate.node, candidate.name)
                 if foreign is not None:
                     context.record(number, foreign)
-        context.find_dependence()
 
     def unmatched(self, context: ResolutionContext) -> list[Finding]:
         """Returns at most `MAX_FINDINGS` UNMATCHED_OVERRIDE for overrides that are not optional and matched no node."""
