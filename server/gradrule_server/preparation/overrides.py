@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean
@@ -11,9 +11,9 @@ from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import NodeLimits, check_parsed_size
 from gradrule_server.preparation.references import ResolvedRule, RuleLookup
-from gradrule_server.rules import RuleContent, write_param, write_param_value
+from gradrule_server.rules import RuleContent
 from gradrule_server.rules.catalogue.presets import PRESETS
-from gradrule_server.rules.params import BoundParams, ParamTable
+from gradrule_server.rules.params import ParamTable
 
 INLINE_RULE = "inline"
 # Reading stops after this number of findings: an invalid override of two bytes gives a finding of hundreds of bytes.
@@ -52,17 +52,14 @@ class OverrideTable:
         index = len(self.bound)
         self.bound.append(BoundOverride(rule, label))
         declared = () if rule.content is None else rule.content.params
-        self.params.rules.append(BoundParams(rule.name, label, declared, is_default_label))
-        for param in declared:
-            if param.default is not None:
-                self.params.settings[index, param.name] = write_param_value(param.default)
+        self.params.bind(rule.name, label, declared, is_default_label=is_default_label)
         return index
 
     def add(self, spec: OverrideSpec) -> None:
         """Adds an override; its rule must be bound before."""
         self.specs.append(spec)
         if spec.rule_index == OWN_GRADIENT:
-            self.params.default_labels.add(spec.label)
+            self.params.message.default_labels.append(spec.label)
 
     def add_embedded_rule(self, label: str) -> int:
         """Adds an embedded rule and returns its index; `set_embedded_contents` sets its content later."""
@@ -97,31 +94,6 @@ class OverrideTable:
     def rule_messages(self) -> list[link_pb2.BoundRule]:
         """Returns the messages of the bound rules for the engine."""
         return [_message(bound.rule) for bound in self.bound]
-
-    def declared(self, index: int) -> list[str]:
-        """Returns the param names of one bound rule."""
-        return list(self.params.rules[index].declared)
-
-    def param_message(self, used: Iterable[int]) -> link_pb2.ParamTable:
-        """Returns the data that the front end needs to read params of calls. `used`: the rules that nodes have."""
-        return link_pb2.ParamTable(
-            rules=[
-                link_pb2.BoundParams(
-                    name=bound.name,
-                    label=bound.label,
-                    is_default_label=bound.is_default_label,
-                    # Omit the defaults, which the settings contain.
-                    params=[write_param(replace(param, default=None)) for param in bound.params],
-                )
-                for bound in self.params.rules
-            ],
-            settings=[
-                link_pb2.ParamSetting(rule=rule, name=name, value=value)
-                for (rule, name), value in self.params.settings.items()
-            ],
-            default_labels=sorted(self.params.default_labels),
-            used=sorted(used),
-        )
 
 
 def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
@@ -216,8 +188,8 @@ def _add_preset(table: OverrideTable, override: override_pb2.GradientOverride, i
         if rule is not None:
             name = rule.name
             table.findings += table.params.set(table.params.settings, bound, entry.params, f"{where}.preset")
-            for param in table.declared(bound):
-                declared.setdefault(param, []).append(bound)
+            for param in table.params.message.rules[bound].params:
+                declared.setdefault(param.name, []).append(bound)
         table.add(
             OverrideSpec(
                 entry.selector,

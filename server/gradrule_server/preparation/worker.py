@@ -141,7 +141,7 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
         program=program.SerializeToString(),
         tail=tail.SerializeToString(),
         # Omit negative indices, which mean `default` and foreign gradients.
-        params=prepared.table.param_message(rule for rule in used if rule >= 0),
+        params=prepared.table.params.write(rule for rule in used if rule >= 0),
         placeholders=map(canonical, expanded.placeholders),
         is_batched=prepared.request.batched,
     )

@@ -21,8 +21,7 @@ from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Prepared, Preparer, RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.rules import Param
-from gradrule_server.rules.params import BoundParams, ParamTable
+from gradrule_server.rules.params import ParamTable
 
 _LARGE_BYTES = 8 << 20
 # Suffix of the key of a program that an engine describes and does not keep.
@@ -59,10 +58,7 @@ class CompiledProgram:
     def param_settings(self, params: Mapping[str, evaluate_pb2.ParamValues]) -> list[link_pb2.ParamSetting]:
         """Returns the settings for the params of one call. Raises `GradruleError` for invalid ones."""
         values: dict[str, Mapping[str, rule_pb2.ParamValue]] = {label: item.values for label, item in params.items()}
-        return [
-            link_pb2.ParamSetting(rule=setting.rule, name=setting.name, value=setting.value)
-            for setting in self.params.call_settings(values, self.used_rules)
-        ]
+        return self.params.call_settings(values, self.used_rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,24 +267,7 @@ def _join_compiled(
         program=reply.program + prepared.program,
         tail=reply.tail + prepared.tail,
         digests_tail=evaluate_pb2.EvaluateResponse(digests=digests).SerializeToString(),
-        params=_param_table(prepared.params, bounds),
+        params=ParamTable.read(prepared.params, bounds),
         placeholders=frozenset(prepared.placeholders),
         used_rules=frozenset(prepared.params.used),
-    )
-
-
-def _param_table(message: link_pb2.ParamTable, bounds: NodeLimits) -> ParamTable:
-    return ParamTable(
-        bounds,
-        [
-            BoundParams(
-                bound.name,
-                bound.label,
-                tuple(Param(item.name, description=item.description, range=item.range) for item in bound.params),
-                bound.is_default_label,
-            )
-            for bound in message.rules
-        ],
-        {(item.rule, item.name): item.value for item in message.settings},
-        set(message.default_labels),
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import NodeLimits, tensor_fault
 
 ParamNumber = float | NDArray[np.float64]
@@ -142,6 +144,7 @@ def write_param_value(value: ParamNumber) -> rule_pb2.ParamValue:
     return rule_pb2.ParamValue(number=value)
 
 
+@functools.lru_cache(maxsize=1024)
 def parse_range(text: str) -> Range:
     """Parses a range. Raises `ValueError` for invalid text, or a range that contains no number."""
     if len(text) > _MAX_LENGTH:
@@ -179,51 +182,53 @@ def _is_empty(range_: Range) -> bool:
     return all(range_.problem(number) is not None for number in candidates)
 
 
-class Setting(NamedTuple):
-    """The value of a param of a bound rule; `rule` is the index of the rule."""
-
-    rule: int
-    name: str
-    value: rule_pb2.ParamValue
-
-
-@dataclass(frozen=True, slots=True)
-class BoundParams:
-    """The declared params of a bound rule.
-
-    `name` is the name of the rule, `label` the label of the override. `is_default_label`: the caller chose no label.
-    """
-
-    name: str
-    label: str
-    params: Sequence[Param] = ()
-    is_default_label: bool = False
-
-    @property
-    def declared(self) -> dict[str, Param]:
-        """Returns the params by name."""
-        return {param.name: param for param in self.params}
-
-
 @dataclass(slots=True)
 class ParamTable:
     """Sets and returns the params of a program's bound rules.
 
     Attributes:
         bounds: Limits for tensors.
-        rules: The bound rules; other attributes refer to them by index.
+        message: The bound rules, which settings refer to by index, and labels; `write` completes it.
         settings: The values that do not depend on a call, by index of the rule and name of the param.
-        default_labels: Labels of overrides whose rule is `default`, which has no params.
     """
 
     bounds: NodeLimits
-    rules: list[BoundParams] = field(default_factory=list)
+    message: link_pb2.ParamTable = field(default_factory=link_pb2.ParamTable)
     settings: dict[tuple[int, str], rule_pb2.ParamValue] = field(default_factory=dict)
-    default_labels: set[str] = field(default_factory=set)
+
+    @classmethod
+    def read(cls, message: link_pb2.ParamTable, bounds: NodeLimits) -> ParamTable:
+        """Returns the table that `write` wrote."""
+        return cls(bounds, message, {(item.rule, item.name): item.value for item in message.settings})
+
+    def write(self, used: Iterable[int]) -> link_pb2.ParamTable:
+        """Returns the message for the front end. `used`: the rules that nodes have."""
+        return link_pb2.ParamTable(
+            rules=self.message.rules,
+            settings=self._setting_messages(self.settings),
+            default_labels=sorted(set(self.message.default_labels)),
+            used=sorted(used),
+        )
+
+    def bind(self, name: str, label: str, declared: Sequence[Param], *, is_default_label: bool) -> None:
+        """Adds a bound rule with its declared params, whose default values become settings.
+
+        `is_default_label`: the caller chose no label.
+        """
+        params = [write_param(replace(param, default=None)) for param in declared]
+        index = len(self.message.rules)
+        self.message.rules.add(name=name, label=label, params=params, is_default_label=is_default_label)
+        for param in declared:
+            if param.default is not None:
+                self.settings[index, param.name] = write_param_value(param.default)
+
+    @staticmethod
+    def _setting_messages(settings: Mapping[tuple[int, str], rule_pb2.ParamValue]) -> list[link_pb2.ParamSetting]:
+        return [link_pb2.ParamSetting(rule=rule, name=name, value=value) for (rule, name), value in settings.items()]
 
     def call_settings(
         self, params: Mapping[str, Mapping[str, rule_pb2.ParamValue]], used: Container[int]
-    ) -> list[Setting]:
+    ) -> list[link_pb2.ParamSetting]:
         """Returns the params of one call for the rules in `used`; values of the call replace values of the overrides.
 
         Raises UNKNOWN_PARAM, MISSING_PARAM, INVALID_PARAM.
@@ -242,14 +247,14 @@ class ParamTable:
                 f"rule {bound.name!r} of override {bound.label!r} needs param {param.name!r}: it has no default",
                 field="params",
             )
-            for index, bound in enumerate(self.rules)
+            for index, bound in enumerate(self.message.rules)
             if index in used
             for param in bound.params
             if (index, param.name) not in settings
         ]
         if missing:
             raise GradruleError(missing)
-        return [Setting(rule, name, value) for (rule, name), value in settings.items() if rule in used]
+        return self._setting_messages({key: value for key, value in settings.items() if key[0] in used})
 
     def set(
         self,
@@ -266,8 +271,8 @@ class ParamTable:
             values: New values by name of the param.
             field: The field of the request that holds the values.
         """
-        bound = self.rules[index]
-        declared = bound.declared
+        bound = self.message.rules[index]
+        declared = {param.name: param for param in bound.params}
         findings: list[Finding] = []
         for name, value in values.items():
             if name not in declared:
@@ -287,7 +292,7 @@ class ParamTable:
                 findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_PARAM, message, field=f"{field}.{name}"))
                 continue
             try:
-                declared[name].check(value, f"{field}.{name}")
+                Param(name, range=declared[name].range).check(value, f"{field}.{name}")
             except GradruleError as cause:
                 findings += cause.findings
             else:
@@ -300,20 +305,21 @@ class ParamTable:
         label: str,
         values: Mapping[str, rule_pb2.ParamValue],
     ) -> list[Finding]:
-        indices = [index for index, bound in enumerate(self.rules) if bound.label == label]
+        rules = self.message.rules
+        indices = [index for index, bound in enumerate(rules) if bound.label == label]
         where = f"params[{label!r}]"
         if not indices:
-            if label in self.default_labels:
+            if label in self.message.default_labels:
                 message = f"params name the label {label!r}, whose rule is 'default', which has no params"
             else:
-                message = _unknown_label(label, {bound.label for bound in self.rules})
+                message = _unknown_label(label, {bound.label for bound in rules})
             return [Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=where)]
         # Overrides may be given the same label; set the value for each of their rules that has the param.
-        declared = {index: self.rules[index].declared for index in indices}
+        declared = {index: {param.name for param in rules[index].params} for index in indices}
         findings: list[Finding] = []
         for name, value in values.items():
             targets = [index for index in indices if name in declared[index]] or indices[:1]
-            if len(targets) > 1 and any(self.rules[index].is_default_label for index in targets):
+            if len(targets) > 1 and any(rules[index].is_default_label for index in targets):
                 message = (
                     f"params name the label {label!r} and its param {name!r}, but {len(targets)} overrides share this "
                     f"label, and not all were given it: give each override a label of its own, or all of them this one"
