@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -59,10 +58,6 @@ _INPUT = "Placeholder"
 # byte (2.7).
 _NODE_BYTES = 1024
 _COPIES = 4
-
-_gc_lock = threading.Lock()
-_gc_pauses = 0
-_gc_was_enabled = False
 
 
 class ReadGraph:
@@ -466,21 +461,17 @@ def _dtype(top: Body, ref: Ref) -> Dt.ValueType:
 
 @contextmanager
 def _paused_collection() -> Iterator[None]:
-    """Disables Python's cyclic garbage collector within the context; contexts may overlap.
+    """Disables Python's cyclic garbage collector within the context.
+
+    Of contexts that overlap, the first one enables it again.
 
     Bodies and nodes form no reference cycles, so reference counting frees them. The collector would scan all of them
     repeatedly, which doubles the time for 100,000 nodes and grows faster than linearly.
     """
-    global _gc_pauses, _gc_was_enabled  # noqa: PLW0603  # the collector's state is per process
-    with _gc_lock:
-        if not _gc_pauses:
-            _gc_was_enabled = gc.isenabled()
-            gc.disable()
-        _gc_pauses += 1
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        with _gc_lock:
-            _gc_pauses -= 1
-            if not _gc_pauses and _gc_was_enabled:
-                gc.enable()
+        if was_enabled:
+            gc.enable()

@@ -5,6 +5,8 @@ One lookup per property serves all selectors.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,37 +78,18 @@ class NameIndex:
     def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
         self._scopes = _Lookup()
         self._exact = _Lookup()
-        numbers: dict[str, int] = {}
         for number, matcher in enumerate(matchers):
             # An empty tuple: no public name matches, but a qualified name may.
             scopes = () if matcher.qualified_scope else (matcher.prefix,)
             self._scopes.add(number, scopes if matcher.prefix else None)
             self._exact.add(number, matcher.exact if matcher.exact or matcher.globs or matcher.qualified else None)
-            for pattern in filter(None, (*matcher.globs, matcher.regex)):
-                numbers.setdefault(pattern, len(numbers))
         self._longest_scope = max((len(matcher.prefix) for matcher in matchers), default=0)
-        self._patterns = PatternSet(list(numbers)) if numbers else None
-        # Selectors without a node_regex. For each pattern: the selectors that have it as glob, and those that have it
-        # as node_regex.
         with_regex = (number for number, matcher in enumerate(matchers) if matcher.regex or matcher.qualified_regex)
         self._without_regex = ~_bits(with_regex)
-        self._by_pattern = [[0, 0] for _ in numbers]
-        for number, matcher in enumerate(matchers):
-            for place, patterns in enumerate((matcher.globs, (matcher.regex,))):
-                for pattern in filter(None, patterns):
-                    self._by_pattern[numbers[pattern]][place] |= 1 << number
-        self._kept: dict[tuple[int, ...], tuple[int, int]] = {}
-        # For each expression for qualified names: the selectors that have it as scope, name of a node, and node_regex.
-        self._by_qualified: dict[str, list[int]] = {}
-        for number, matcher in enumerate(matchers):
-            conditions = ((matcher.qualified_scope,), matcher.qualified, (matcher.qualified_regex,))
-            for place, patterns in enumerate(conditions):
-                for pattern in filter(None, patterns):
-                    self._by_qualified.setdefault(pattern, [0, 0, 0])[place] |= 1 << number
-        # Of the qualified patterns, only a node_regex can match a name without a branch, as in `fork\[then\]/s|s`.
-        self._has_qualified_regex = any(matcher.qualified_regex for matcher in matchers)
-        self._qualified_bits = list(self._by_qualified.values())
-        self._qualified_patterns = PatternSet(list(self._by_qualified))
+        self._public = _NamePatterns([((), one.globs, (one.regex,)) for one in matchers])
+        self._qualified = _NamePatterns(
+            [((one.qualified_scope,), one.qualified, (one.qualified_regex,)) for one in matchers]
+        )
 
     def match(self, name: str, qualified_name: str) -> int:
         """Returns the selectors that match the name."""
@@ -122,11 +105,9 @@ class NameIndex:
 
         The last need scope, node names and `node_regex` to match.
         """
-        scope, (globs, regex) = self._scope(name), self._matching(name)
-        node = self._exact.matching(name) | globs
-        if self._by_qualified and (qualified_name != name or self._has_qualified_regex):
-            for bits in map(self._qualified_bits.__getitem__, self._qualified_patterns.matching(qualified_name)):
-                scope, node, regex = scope | bits[0], node | bits[1], regex | bits[2]
+        scope, node, regex = self._scope(name), self._exact.matching(name), self._without_regex
+        for bits in (self._public.matching(name), self._qualified.matching(qualified_name)):
+            scope, node, regex = scope | bits[0], node | bits[1], regex | bits[2]
         return scope, node, scope & node & regex
 
     def _scope(self, name: str) -> int:
@@ -138,18 +119,32 @@ class NameIndex:
             slash = name.find("/", slash + 1)
         return found
 
-    def _matching(self, name: str) -> tuple[int, int]:
-        """Returns the selectors with a glob that matches the name, and those whose node_regex matches or is absent."""
-        if self._patterns is None:
-            return 0, self._without_regex
+
+class _NamePatterns:
+    """Selectors by the expressions for their scope, node names and node_regex.
+
+    `conditions`: for each selector, its expressions for each of the three; empty expressions do not count.
+    """
+
+    def __init__(self, conditions: Iterable[Sequence[Sequence[str]]]) -> None:
+        by_pattern: dict[str, list[int]] = {}
+        for number, own in enumerate(conditions):
+            for place, patterns in enumerate(own):
+                for pattern in filter(None, patterns):
+                    by_pattern.setdefault(pattern, [0, 0, 0])[place] |= 1 << number
+        self._bits = list(by_pattern.values())
+        self._patterns = PatternSet(list(by_pattern))
+        self._kept: dict[tuple[int, ...], Sequence[int]] = {(): (0, 0, 0)}
+
+    def matching(self, name: str) -> Sequence[int]:
+        """Returns the selectors whose scope, node names and node_regex match a name, as three numbers."""
         matching = self._patterns.matching(name)
         found = self._kept.get(matching)
         if found is None:
-            glob, regex = 0, self._without_regex
-            for number in matching:
-                glob |= self._by_pattern[number][0]
-                regex |= self._by_pattern[number][1]
-            found = glob, regex
+            found = [
+                functools.reduce(operator.or_, bits)
+                for bits in zip(*map(self._bits.__getitem__, matching), strict=True)
+            ]
             if len(self._kept) < _MAX_KEPT:
                 self._kept[matching] = found
         return found
