@@ -74,15 +74,6 @@ class RunnableProgram:
         return len(self.loadable.request) + len(self.compiled.program) + len(self.compiled.tail)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredParts:
-    """What a registry stores of a program. `spec`: Bytes of the `ProgramSpec`, with an inline graph as bytes."""
-
-    spec: bytes
-    rule_names: tuple[str, ...]
-    override_values: bytes
-
-
 class Compiler:
     """Compiles programs of one tenant; caches nothing."""
 
@@ -102,7 +93,8 @@ class Compiler:
         call: CallShape,
         rules: RegistryLookup | bytes,
         recovery: CallRecovery[Engine],
-    ) -> RunnableProgram:
+        is_known: Callable[[bytes], bool] | None = None,
+    ) -> RunnableProgram | None:
         """Compiles a program for calls of one shape. Raises `GradruleError` with all findings.
 
         Args:
@@ -110,13 +102,13 @@ class Compiler:
             call: The shape of the calls.
             rules: The registry's rules, or the snapshot of a stored program's rules.
             recovery: Runs the load again if its engine ends.
+            is_known: Called with the digest of the spec; if it returns True, the result is None.
         """
         _, program = await self._compile(
             await self._preparer.graph_bytes(spec),
             recovery,
-            lambda: self._preparer.program(spec, call, rules, recovery.ends_at),
+            lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_known=is_known),
         )
-        assert program is not None
         return program
 
     async def describe(self, spec: bytes, rules: RegistryLookup, recovery: CallRecovery[Engine]) -> CompiledProgram:
@@ -154,25 +146,9 @@ class Compiler:
         assert program is not None
         return program
 
-    async def compile_unless_known(
-        self,
-        spec: bytes,
-        call: CallShape,
-        rules: RegistryLookup,
-        recovery: CallRecovery[Engine],
-        is_known: Callable[[bytes], bool],
-    ) -> RunnableProgram | None:
-        """Compiles as `compile` does; returns None where `is_known` of the spec's digest is True."""
-        _, program = await self._compile(
-            await self._preparer.graph_bytes(spec),
-            recovery,
-            lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_known=is_known),
-        )
-        return program
-
     async def compile_to_store(
         self, spec: bytes, call: CallShape, rules: RegistryLookup, recovery: CallRecovery[Engine]
-    ) -> tuple[RunnableProgram, StoredParts]:
+    ) -> tuple[RunnableProgram, link_pb2.PreparedProgram]:
         """Compiles as `compile` does; returns also what the registry stores."""
         prepared, program = await self._compile(
             await self._preparer.graph_bytes(spec),
@@ -180,7 +156,7 @@ class Compiler:
             lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_kept=True),
         )
         assert program is not None
-        return program, StoredParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
+        return program, prepared
 
     async def _compile(
         self, graph_bytes: int, recovery: CallRecovery[Engine], prepare: Callable[[], Awaitable[Prepared]]

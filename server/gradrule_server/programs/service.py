@@ -167,6 +167,7 @@ class ProgramService:
         async def compile(recovery: CallRecovery[Engine]) -> RunnableProgram:
             shape, lookup = replace(key.call, session=True), RegistryLookup(self._rules)
             program = await self._compiler.compile(spec, shape, lookup, recovery)
+            assert program is not None
             self.cache.put(key, program)
             return program
 
@@ -283,7 +284,7 @@ class ProgramService:
                 return known is not None
 
             rules = RegistryLookup(self._rules)
-            program = await self._compiler.compile_unless_known(spec, call, rules, recovery, is_known)
+            program = await self._compiler.compile(spec, call, rules, recovery, is_known)
             if program is not None:
                 self.cache.put(own_key, program)
                 return program, True

@@ -14,9 +14,10 @@ from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.cache import ProgramCache, StoredKey
 from gradrule_server.programs.compile_tasks import CompileTasks
-from gradrule_server.programs.compiler import Compiler, RunnableProgram, StoredParts
+from gradrule_server.programs.compiler import Compiler, RunnableProgram
 from gradrule_server.programs.preparer import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.programs import PROGRAM_PREFIX, ProgramRegistry, StoredProgram
@@ -54,23 +55,25 @@ class StoredPrograms:
     async def create(self, spec: bytes, program_id: str, recovery: CallRecovery[Engine]) -> program_pb2.Program:
         """Compiles and stores a program. `spec`: Bytes of a `ProgramSpec`. `program_id`: Empty: one is derived."""
 
-        async def compile(recovery: CallRecovery[Engine]) -> tuple[RegistryLookup, RunnableProgram, StoredParts]:
+        async def compile(
+            recovery: CallRecovery[Engine],
+        ) -> tuple[RegistryLookup, RunnableProgram, link_pb2.PreparedProgram]:
             lookup = RegistryLookup(self._rules)
             return lookup, *await self._compiler.compile_to_store(spec, _BASE, lookup, recovery)
 
         key = _NewProgram(hashlib.sha256(spec).digest(), self._rules.revision)
-        lookup, program, parts = await self._tasks.run(key, recovery, compile, len(spec))
+        lookup, program, prepared = await self._tasks.run(key, recovery, compile, len(spec))
 
         # In a thread, since it may hold a large graph.
-        source = await asyncio.to_thread(program_pb2.ProgramSpec.FromString, parts.spec)
+        source = await asyncio.to_thread(program_pb2.ProgramSpec.FromString, prepared.kept_spec)
 
         def store() -> StoredProgram:
             return self._programs.create(
                 program_id or None,
                 source,
-                lookup.snapshot(parts.rule_names),
+                lookup.snapshot(prepared.rule_names),
                 program.compiled.message,
-                parts.override_values,
+                prepared.override_values,
             )
 
         with self._deleted_names.watch() as deleted:

@@ -16,10 +16,11 @@ from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import ProgramCache
 from gradrule_server.programs.compile_tasks import CompileTasks
-from gradrule_server.programs.compiler import CompiledProgram, Compiler, RunnableProgram, StoredParts
+from gradrule_server.programs.compiler import CompiledProgram, Compiler, RunnableProgram
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.stored_programs import StoredPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
@@ -41,8 +42,8 @@ class FakeCompiler:
         self.gate.set()
         self.asked = 0
 
-    async def compile_to_store(self, spec: bytes, *_: Any) -> tuple[RunnableProgram, StoredParts]:
-        return await self.compile(spec), StoredParts(spec, (), b"")
+    async def compile_to_store(self, spec: bytes, *_: Any) -> tuple[RunnableProgram, link_pb2.PreparedProgram]:
+        return await self.compile(spec), link_pb2.PreparedProgram(kept_spec=spec)
 
     async def compile_stored(
         self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], *_: Any
