@@ -9,6 +9,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from gradrule.common import tensor_codec
+from gradrule.common.op_inference import type_attr
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import policy
@@ -112,6 +116,12 @@ class Body:
     def arg_types(self) -> list[int]:
         """Element types of the arguments."""
         return [node.outputs[0] for node in self.nodes[: self.arg_count] if node.outputs]
+
+
+def constant_attrs(value: float | Sequence[int], dtype: int) -> dict[str, AttrValue]:
+    """Returns the attributes of a Const with one number or a vector of numbers."""
+    tensor = tensor_codec.to_message(np.asarray(value, tensor_codec.numpy_dtype(dtype)))
+    return {"dtype": type_attr(dtype), "value": AttrValue(tensor=tensor)}
 
 
 def replaced(inputs: Sequence[Ref], number: int, by: Ref) -> Sequence[Ref]:

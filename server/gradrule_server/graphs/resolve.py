@@ -19,7 +19,7 @@ from gradrule_server.graphs.layers import applies_parameters
 from gradrule_server.graphs.matching import NodeInfo, SelectorIndex, UnmatchedOverrides
 from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.resolution_context import Match, ResolutionContext
-from gradrule_server.graphs.selection import Selected, Selection
+from gradrule_server.graphs.selection import Selection
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
 from gradrule_server.graphs.subgraphs import Subgraph
 
@@ -72,7 +72,7 @@ class Resolver:
                 context.custom_gradients.setdefault(custom_gradient.region, []).append(number)
                 context.flows[id(candidate.node)] = custom_gradient.arguments
         self._apply_regions(regions, context)
-        selected = Selection(context, [*plain, *presets]).selected() if plain or presets else None
+        selected = Selection(context, [*plain, *presets]) if plain or presets else None
         for matcher in plain:
             self._apply(matcher, context, selected)
         with_gradient_attr = [
@@ -117,7 +117,7 @@ class Resolver:
             _nothing_of_preset(group) if group[0].spec.is_preset else unmatched.finding(group[0]) for group in unused
         ]
 
-    def _apply(self, matcher: OverrideMatcher, context: ResolutionContext, selected: Selected | None) -> None:
+    def _apply(self, matcher: OverrideMatcher, context: ResolutionContext, selected: Selection | None) -> None:
         """Assigns the rule of an override to all unassigned candidates that the override selects."""
         spec = matcher.spec
         context.check_depends_on(matcher)

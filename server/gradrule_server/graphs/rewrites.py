@@ -6,14 +6,14 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from gradrule.common.dtypes import as_dt
+from gradrule.common.op_inference import type_attr
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import Body, Node, Ref, bodies_of
+from gradrule_server.graphs.ir import Body, Node, Ref, bodies_of, constant_attrs
 from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
 from gradrule_server.graphs.static_shapes import TRANSPOSED, output_channels, static_shape
 from gradrule_server.policy.op_tables import ops_with
@@ -215,7 +215,7 @@ class _Folding:
         for index in found.moves:
             nodes[index].inputs = [value, *nodes[index].inputs[1:]]
             value = index, 0
-        attrs = {"T": AttrValue(type=as_dt(dtype))}
+        attrs = {"T": type_attr(dtype)}
         data_format = linear.attrs.get("data_format")
         spatial = data_format is not None and data_format.s.startswith(b"NC")
         attrs["data_format"] = AttrValue(s=b"NCHW" if spatial else b"NHWC")
@@ -262,32 +262,28 @@ class _Folding:
         # [height, width, channels, multiplier]: output channels run over the last two axes.
         weights = linear.inputs[1]
         shape = self._node(
-            "Shape", [weights], {"T": _type(dtype), "out_type": _type(Dt.DT_INT32)}, Dt.DT_INT32, "shape"
+            "Shape", [weights], {"T": type_attr(dtype), "out_type": type_attr(Dt.DT_INT32)}, Dt.DT_INT32, "shape"
         )
         ends = [self._int_list([value]) for value in (2, 4, 1)]
         masks = {f"{mask}_mask": AttrValue(i=0) for mask in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
-        attrs = {"T": _type(Dt.DT_INT32), "Index": _type(Dt.DT_INT32), **masks}
+        attrs = {"T": type_attr(Dt.DT_INT32), "Index": type_attr(Dt.DT_INT32), **masks}
         last_two = self._node("StridedSlice", [shape, *ends], attrs, Dt.DT_INT32, "channels")
         return self._add("Reshape", [scale, last_two], dtype, "channels_scale", Tshape=Dt.DT_INT32)
 
     def _cast(self, ref: Ref, dtype: int, wanted: int) -> Ref:
         if dtype == wanted:
             return ref
-        attrs = {"SrcT": _type(dtype), "DstT": _type(wanted), "Truncate": AttrValue(b=False)}
+        attrs = {"SrcT": type_attr(dtype), "DstT": type_attr(wanted), "Truncate": AttrValue(b=False)}
         return self._node("Cast", [ref], attrs, wanted, "cast")
 
     def _constant(self, value: float, dtype: int) -> Ref:
-        tensor = Tensor(dtype=as_dt(dtype), tensor_shape=TensorShape(), float_val=[value])
-        return self._node("Const", [], {"dtype": _type(dtype), "value": AttrValue(tensor=tensor)}, dtype, "epsilon")
+        return self._node("Const", [], constant_attrs(value, dtype), dtype, "epsilon")
 
     def _int_list(self, values: Sequence[int]) -> Ref:
-        shape = TensorShape(dim=[TensorShape.Dim(size=len(values))])
-        tensor = Tensor(dtype=Dt.DT_INT32, tensor_shape=shape, int_val=values)
-        attrs = {"dtype": _type(Dt.DT_INT32), "value": AttrValue(tensor=tensor)}
-        return self._node("Const", [], attrs, Dt.DT_INT32, "sizes")
+        return self._node("Const", [], constant_attrs(values, Dt.DT_INT32), Dt.DT_INT32, "sizes")
 
     def _add(self, op: str, inputs: list[Ref], dtype: int, name: str, **types: int) -> Ref:
-        attrs = {"T": _type(dtype)} | {key: _type(value) for key, value in types.items()}
+        attrs = {"T": type_attr(dtype)} | {key: type_attr(value) for key, value in types.items()}
         return self._node(op, inputs, attrs, dtype, name)
 
     def _node(self, op: str, inputs: list[Ref], attrs: dict[str, AttrValue], dtype: int, name: str) -> Ref:
@@ -302,7 +298,3 @@ class _Folding:
         if old is not None:
             old.index = index
         return index, 0
-
-
-def _type(dtype: int) -> AttrValue:
-    return AttrValue(type=as_dt(dtype))

@@ -6,8 +6,7 @@ the graph each. So the time grows with the number of nodes plus the number of ov
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -45,37 +44,11 @@ _ADDS = PLAIN_ADDS | {"AddN"}
 _SEVERAL = -2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Selected:
-    """The candidates that overrides select, assigned or not: a flag for each candidate, by id() of the matcher."""
-
-    _flags: Mapping[int, Flags]
-    _chains: Chains | None
-    _layers: Layers | None
-
-    def members(self, matcher: OverrideMatcher) -> Numbers | list[tuple[int, ...]]:
-        """Returns the candidate numbers of the selected nodes or chains, one row for each, ordered by the last node.
-
-        Returns a list for layers, whose rows differ in length.
-        """
-        ends = np.flatnonzero(self._flags[id(matcher)])
-        if self._layers is not None and matcher.layer:
-            return [self._layers.members(end) for end in ends.tolist()]
-        if self._chains is None or not matcher.is_chain:
-            return ends[:, np.newaxis]
-        return self._chains.members(matcher.words, ends)
-
-    def subgraph(self, matcher: OverrideMatcher, members: Sequence[int]) -> Subgraph | None:
-        """Returns the subgraph of a row of `members`; None for a single node."""
-        if self._layers is not None and matcher.layer:
-            return self._layers.subgraph(members[-1])
-        if self._chains is None or not matcher.is_chain:
-            return None
-        return self._chains.subgraph(matcher.words, members)
-
-
 class Selection:
-    """Computes which candidates the matchers select. `_flags` has a flag for each candidate, for each matcher."""
+    """The candidates that overrides select, assigned or not.
+
+    `_flags` has a flag for each candidate, for each matcher.
+    """
 
     def __init__(self, context: ResolutionContext, matchers: Sequence[OverrideMatcher]) -> None:
         self._context = context
@@ -91,32 +64,45 @@ class Selection:
             ],
             len(matchers),
         )
-
-    def selected(self) -> Selected:
-        """Evaluates all conditions."""
         self._limit_to_dependents()
-        context, matchers = self._context, self._matchers
         patterns = [matcher.words for matcher in matchers if matcher.is_chain]
-        chains = Chains(patterns, context) if patterns else None
-        layers = Layers(context) if any(matcher.layer for matcher in matchers) else None
+        self._chains = Chains(patterns, context) if patterns else None
+        self._layers = Layers(context) if any(matcher.layer for matcher in matchers) else None
         for number, matcher in enumerate(matchers):
-            if layers is not None and matcher.layer:
-                self._flags[number] &= layers.ends(matcher.layer)
-            elif chains is not None and matcher.is_chain:
-                self._flags[number] &= chains.ends(matcher.words)
+            if self._layers is not None and matcher.layer:
+                self._flags[number] &= self._layers.ends(matcher.layer)
+            elif self._chains is not None and matcher.is_chain:
+                self._flags[number] &= self._chains.ends(matcher.words)
             elif matcher.words and matcher.words[0] in (BIAS, SUM):
                 # The op type does not distinguish a bias add from a sum.
                 self._flags[number] &= self._biases if matcher.words[0] == BIAS else ~self._biases
-        placed = [number for number, matcher in enumerate(matchers) if matcher.spec.selector.HasField("position")]
         # The rows are views, which positions change in place.
-        selected = Selected(
-            {id(matcher): row for matcher, row in zip(matchers, self._flags, strict=True)}, chains, layers
-        )
+        self._rows = {id(matcher): row for matcher, row in zip(matchers, self._flags, strict=True)}
+        placed = [number for number, matcher in enumerate(matchers) if matcher.spec.selector.HasField("position")]
         if placed:
-            self._add_shortcuts(selected)
+            self._add_shortcuts()
         for start in range(0, len(placed), _RANKED_AT_ONCE):
             self._limit_to_positions(placed[start : start + _RANKED_AT_ONCE])
-        return selected
+
+    def members(self, matcher: OverrideMatcher) -> Numbers | list[tuple[int, ...]]:
+        """Returns the candidate numbers of the selected nodes or chains, one row for each, ordered by the last node.
+
+        Returns a list for layers, whose rows differ in length.
+        """
+        ends = np.flatnonzero(self._rows[id(matcher)])
+        if self._layers is not None and matcher.layer:
+            return [self._layers.members(end) for end in ends.tolist()]
+        if self._chains is None or not matcher.is_chain:
+            return ends[:, np.newaxis]
+        return self._chains.members(matcher.words, ends)
+
+    def subgraph(self, matcher: OverrideMatcher, members: Sequence[int]) -> Subgraph | None:
+        """Returns the subgraph of a row of `members`; None for a single node."""
+        if self._layers is not None and matcher.layer:
+            return self._layers.subgraph(members[-1])
+        if self._chains is None or not matcher.is_chain:
+            return None
+        return self._chains.subgraph(matcher.words, members)
 
     def _limit_to_dependents(self) -> None:
         """Applies depends_on: keeps candidates that depend on one of the named tensors."""
@@ -140,7 +126,7 @@ class Selection:
         for row, numbers in zip(depends, sets.values(), strict=True):
             self._flags[numbers] &= row
 
-    def _add_shortcuts(self, selected: Selected) -> None:
+    def _add_shortcuts(self) -> None:
         """Lets the path lead through chains, calls and StopGradients to which overrides give a rule.
 
         The first override without a position takes a node. An override with a position opens the path at every node
@@ -152,7 +138,7 @@ class Selection:
                 context.add_shortcuts(subgraph)
         taken = context.assigned_labels >= 0
         for matcher in self._matchers:
-            rows = selected.members(matcher)
+            rows = self.members(matcher)
             takes = not matcher.spec.selector.HasField("position")
             if not isinstance(rows, np.ndarray):
                 # No layer blocks gradients.
@@ -161,7 +147,7 @@ class Selection:
             free = rows[~taken[rows].any(axis=1)]
             if matcher.spec.rule_index != OWN_GRADIENT:
                 for members in (free if matcher.is_chain else free[self._blocking[free[:, 0]]]).tolist():
-                    self._add_shortcut(members, selected.subgraph(matcher, members))
+                    self._add_shortcut(members, self.subgraph(matcher, members))
             if takes:
                 taken[free] = True
                 for number in free[self._containers[free[:, -1]], -1].tolist():

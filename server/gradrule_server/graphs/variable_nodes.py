@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Mapping, Sequence
 
 from gradrule.common.dtypes import as_dt, dtype_name
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+from gradrule.v1.tensor_pb2 import Dt, Tensor
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref
+from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, constant_attrs
 from gradrule_server.graphs.selectors import CandidateNode
 from gradrule_server.graphs.variables import IS_INITIALIZED_OPS, RANDOM_STATE_OPS, READS, WRITES, Variable
 
@@ -226,12 +225,7 @@ class Lowering:
         return self._add(body, index, suffix, "Shape", [of], attrs, Dt.DT_INT32)
 
     def _constant(self, body: Body, index: int, suffix: str, value: int | list[int], dtype: AttrValue = _INT32) -> Ref:
-        values = value if isinstance(value, list) else [value]
-        shape = TensorShape(dim=[TensorShape.Dim(size=len(values))] if isinstance(value, list) else [])
-        content = struct.pack(f"<{len(values)}{'i' if dtype is _INT32 else 'q'}", *values)
-        tensor = Tensor(dtype=dtype.type, tensor_shape=shape, tensor_content=content)
-        attrs = {"dtype": dtype, "value": AttrValue(tensor=tensor)}
-        return self._add(body, index, suffix, "Const", [], attrs, dtype.type)
+        return self._add(body, index, suffix, "Const", [], constant_attrs(value, dtype.type), dtype.type)
 
     def _add(
         self,
