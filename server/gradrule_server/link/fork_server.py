@@ -55,11 +55,6 @@ _REMOVED = ("TF_CPU_ALLOCATOR_USE_BFC",)
 _MALLOC = {
     # Use huge pages for large tensors: with small pages, getting memory takes longer than filling it.
     "hugetlb": 1,
-    # Fill memory when it is allocated (with 255 ^ 255): some TensorFlow kernels leave parts of their outputs unwritten,
-    # which would show the tensors of other callers.
-    "perturb": 255,
-    # Turn this cache off: it hands out memory without filling it.
-    "tcache_count": 0,
     # Keep freed memory, as TensorFlow's own allocator would, and never map a tensor's pages separately: getting 100 MiB
     # of new pages from the kernel takes longer than computing with them.
     "mmap_max": 0,
@@ -337,7 +332,7 @@ def engine_environment() -> dict[str, str]:
         "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items()),
         # OpenBLAS would start threads when NumPy is imported, and only a process with one thread can fork safely.
         "OPENBLAS_NUM_THREADS": "1",
-        # TensorFlow's own allocator does not fill memory that it hands out again.
+        # Memory that TensorFlow's own allocator keeps would count as used.
         "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
         # The last flag of a name wins.
         "XLA_FLAGS": " ".join([inherited.get("XLA_FLAGS", ""), *_XLA_FLAGS]).strip(),
