@@ -10,13 +10,14 @@ import logging
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from gradrule.common.tensor_packing import Packing
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine.client_memory import AnswerArea
-from gradrule_server.engine.comparison import is_close, is_inexact, magnitude
 from gradrule_server.engine.derivatives import WIDTHS
 from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
@@ -34,6 +35,8 @@ _MOST_UNITS_AMONG_OTHERS = 16
 # The largest element counts as at least this part of the call's largest number: small differences of large numbers have
 # the rounding errors of these.
 _FLOOR = 0.01
+# Largest allowed difference of types with few bits, relative to the same number.
+_MOST_DIFFERENCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +226,7 @@ def _find_difference(
     together = run_together(built, runs, calls, size)
     (among_others,) = _run_among_others(built, runs, calls[:1], size)
     for call, ours, theirs in zip(calls, alone, together, strict=True):
-        least = _FLOOR * max(map(magnitude, (*call.arguments, *ours)), default=0.0)
+        least = _FLOOR * max(map(_magnitude, (*call.arguments, *ours)), default=0.0)
         pairs = [(ours, theirs, _MOST_UNITS)]
         if call is calls[0]:
             pairs.append((theirs, among_others, _MOST_UNITS_AMONG_OTHERS))
@@ -255,7 +258,40 @@ def _identity(value: np.ndarray) -> Hashable:
 
 def _padding_rows(part: np.ndarray, count: int, *, other_values: bool) -> np.ndarray:
     rows = np.repeat(part[-1:], count, 0)
-    if not other_values or not is_inexact(part):
+    if not other_values or not _is_inexact(part):
         return rows
     factors = np.linspace(-0.75, 1.5, count).reshape([count] + [1] * (part.ndim - 1))
     return np.asarray(rows * factors + 0.25).astype(part.dtype)
+
+
+def is_close(first: Any, second: Any, units: float, least: float) -> bool:
+    """Returns whether two results are equal up to rounding; integers exactly.
+
+    units: how far floats may be apart, in units of the last place of the largest of them, or of `least`.
+    """
+    one, other = np.asarray(first), np.asarray(second)
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if not _is_inexact(one):
+        return bool(np.array_equal(one, other))
+    finfo: Any = ml_dtypes.finfo  # Has no types.
+    tolerance = min(units * float(finfo(one.dtype).eps), _MOST_DIFFERENCE) * max(_magnitude(one), least)
+    return bool(np.allclose(_wide(one), _wide(other), rtol=0, atol=tolerance, equal_nan=True))
+
+
+def _magnitude(value: Any) -> float:
+    """Returns the largest finite absolute value of a tensor of floats; 0 of other types."""
+    array = np.asarray(value)
+    if not _is_inexact(array):
+        return 0.0
+    values = np.abs(_wide(array))
+    return float(np.max(values, initial=0.0, where=np.isfinite(values)))
+
+
+def _is_inexact(array: np.ndarray) -> bool:
+    """Returns whether an array holds floats or complex numbers, those of `ml_dtypes` too."""
+    return array.dtype.kind in "fc" or (array.dtype.kind == "V" and "float" in array.dtype.name)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)

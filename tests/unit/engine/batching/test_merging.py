@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,12 +16,12 @@ from gradrule_server.engine.batching.merging import (
     MergedRuns,
     count_examples,
     group_key_for,
+    is_close,
     padded_size,
     run_on_arrays,
     run_together,
 )
 from gradrule_server.engine.build import build
-from gradrule_server.engine.comparison import is_close
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.messages import CallShape
@@ -181,3 +183,29 @@ def test_padded_sizes_are_few_and_close_to_the_request() -> None:
     assert all(count <= padded_size(count, 64) <= 1.5 * count for count in range(2, 65))
     assert padded_size(70, 64) == 70
     assert padded_size(33, 40) == 40
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_floats_are_compared_in_units_of_the_largest(dtype: str) -> None:
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    finfo: Any = ml_dtypes.finfo  # Has no types.
+    eps = float(finfo(kind).eps)
+    one = np.array([1.0, 0.0, np.inf, -np.inf, np.nan]).astype(kind)
+    for shift, equal in ((0, True), (3, True), (5, False)):
+        other = one.copy()
+        other[1] = shift * eps
+        assert is_close(one, other, 4, 0) is equal
+    for number in (2, 3, 4):
+        other = one.copy()
+        other[number] = 1
+        assert not is_close(one, other, 4, 0) and not is_close(other, one, 4, 0)
+    assert is_close(np.array([0.0]), np.array([1e-17]), 4, 1.0)
+    assert not is_close(np.array([0.0]), np.array([1e-17]), 4, 0)
+
+
+def test_other_types_are_compared_exactly() -> None:
+    assert not is_close(np.array([2**40]), np.array([2**40 + 1]), 1024, 1.0)
+    assert not is_close(np.array([b"a"], object), np.array([b"b"], object), 1024, 1.0)
+    assert is_close(np.array([b"a"], object), np.array([b"a"], object), 0, 0)
+    assert not is_close(np.zeros(2), np.zeros((2, 1)), 4, 1)
+    assert not is_close(np.zeros(2), np.zeros(2, np.float32), 4, 1)
