@@ -228,7 +228,7 @@ def test_batching_that_is_no_declaration_is_refused(client: Any, batching: Any) 
         compiled(client, perceptron(), batching=batching)
 
 
-@pytest.mark.parametrize("axis", [1, -1, None, False])
+@pytest.mark.parametrize("axis", [1, -1, None, False, 0.0, "0"])
 def test_batching_along_another_axis_is_refused(axis: Any) -> None:
     with pytest.raises(gr.errors.InvalidParamError, match="axis of batching is 0"):
         gr.Batching(axis=axis)

@@ -61,8 +61,8 @@ class Engine:
         use: What it is for.
         ended: Counts the ends of its processes, by reason.
         times: How long it waits for its processes.
-        unbatched: Programs whose calls run alone from now on, since merged runs gave other results, or were under way
-            when a process ended. Engines share it.
+        unbatched: By tenant, programs whose calls run alone from now on, since merged runs gave other results, or were
+            under way when a process ended. Engines share it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine:
         use: Use = Use.PROGRAMS,
         ended: Counter[str] | None = None,
         times: EngineTimes = DEFAULT_TIMES,
-        unbatched: set[str] | None = None,
+        unbatched: dict[str, set[str]] | None = None,
     ) -> None:
         self._times = times
         self.index = index
@@ -93,7 +93,7 @@ class Engine:
         self._ended: Counter[str] = Counter() if ended is None else ended
         self.used_at = 0.0
         """Loop time of the last request, or of the start of its process."""
-        self._unbatched: set[str] = set() if unbatched is None else unbatched
+        self._unbatched: dict[str, set[str]] = {} if unbatched is None else unbatched
         self.last_end: EngineEnd | None = None
         """How the previous process ended, once that is known."""
         self.generation = 0
@@ -314,7 +314,7 @@ class Engine:
         """Submits a request; see `Connection.submit` and `call`. Raises `EngineLost` or ENGINE_UNAVAILABLE."""
         if self._process is None:
             raise engine_unavailable()
-        if self._unbatched and batch_key is not None and batch_key.digest in self._unbatched:
+        if batch_key is not None and batch_key.digest in self._unbatched.get(self.owner or "", ()):
             batch_key = None
         try:
             shared_bytes = 0
@@ -429,9 +429,10 @@ class Engine:
             await asyncio.wait(self._reports)
 
     def _run_alone(self, keys: Iterable[str]) -> None:
-        """Runs calls of programs alone from now on."""
-        if len(self._unbatched) < _MAX_REMEMBERED:
-            self._unbatched |= {BatchKey(key).digest for key in keys}
+        """Runs calls of programs alone from now on. `keys`: those of the programs in an engine."""
+        unbatched = self._unbatched.setdefault(self.owner or "", set())
+        if len(unbatched) < _MAX_REMEMBERED:
+            unbatched.update(BatchKey(key).digest for key in keys)
 
     def _handle_end(self, process: EngineProcess) -> None:
         """Replaces a process that ended, if this engine runs programs: at once, or as soon as another one is ready."""

@@ -102,7 +102,7 @@ class EnginePool:
         self._evicted: dict[str, tuple[float, int]] = {}
         """When a tenant lost an engine in use because it took the most memory, and the bytes that it took."""
         self._ended: dict[int, Counter[str]] = {}
-        self._unbatched: set[str] = set()
+        self._unbatched: dict[str, set[str]] = {}
         self.per_tenant = engines
         """Most engines for programs that a tenant may have."""
         self.engines: list[Engine] = []

@@ -45,7 +45,7 @@ class Batching:
     axis: int = 0
 
     def __post_init__(self) -> None:
-        if self.axis != 0 or isinstance(self.axis, bool):
+        if type(self.axis) is not int or self.axis != 0:
             raise InvalidParamError(f"the axis of batching is 0, not {self.axis!r}")
 
 
