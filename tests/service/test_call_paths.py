@@ -111,7 +111,7 @@ def test_calls_of_several_shapes_are_recognised(counting: CountingServer, size: 
         program = compiled(client)
         # Sets up the shared memory, if there is any.
         KINDS["large"](program)
-        values = [np.full(size + number, 1.0, np.float32) for number in range(CALLS)]
+        values = [np.full(size + 1 + number, 1.0, np.float32) for number in range(CALLS)]
         for general in (CALLS, 0):
             grown = counting.grown(lambda: [program(x=value) for value in values], CALLS)
             assert (grown["general"], grown["known"]) == (general, CALLS - general)

@@ -116,11 +116,8 @@ class AnswerArea:
         self._position = offset
         self._end = offset + size
 
-    def place(self, contents: Sequence[Buffer]) -> list[int | None]:
-        """Writes large contents; returns their offsets, None for a content that is small or does not fit."""
-        return [self._place(content) for content in contents]
-
-    def _place(self, content: Buffer) -> int | None:
+    def place(self, content: Buffer) -> int | None:
+        """Writes a large content; returns its offset, None for a content that is small or does not fit."""
         size, start = len(content), self._position
         if size < _LEAST_SHARED_BYTES or start + size > self._end:
             return None

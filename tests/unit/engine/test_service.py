@@ -139,7 +139,7 @@ def test_a_program_with_an_override_without_effect_is_refused_and_not_kept(
     assert told.reason == errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE
     assert "override 'Sign' (rule 'ste') has no effect" in told.message
     assert "'aside' (Sign): off the path from ys to xs" in told.message
-    run = link_pb2.RunRequest(key=request.key).SerializeToString()
+    run = call_payload(link_pb2.RunRequest(key=request.key), evaluate_pb2.EvaluateRequest())
     service.handle(Frame(Kind.RUN, 2, run))
     assert isinstance(read_fault(bytes(_answer(front).payload)), ProgramNotLoaded)
 
