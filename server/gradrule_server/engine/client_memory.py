@@ -12,7 +12,6 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
