@@ -34,11 +34,10 @@ from gradrule_server.registry.data_folder import (
     BLOBS,
     DATABASE_FILE,
     MARKER,
-    FolderInUseError,
-    FolderLock,
     StoreError,
     add_suffix,
     find_logs,
+    lock_folder,
     sync_to_disk,
 )
 from gradrule_server.registry.database import Database, import_postgres, open_database
@@ -212,7 +211,6 @@ def create_empty_registry(data_dir: Path) -> list[Path]:
     """
     database = data_dir / DATABASE_FILE
     with _errors(f"{data_dir} cannot be written"):
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(data_dir):
             now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
             renamed = add_suffix([*find_logs(database), database, data_dir / MARKER], f".until-{now}")
@@ -406,21 +404,23 @@ class _Pieces(io.RawIOBase):
 def _install(entries: Iterable[_Entry], target: RegistryPlace) -> None:
     """Writes entries to an empty registry: blobs as they come, then rules and programs, all or none."""
     data_dir = target.data_dir
-    with _errors(f"{target} cannot be written"):
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(data_dir), tempfile.TemporaryDirectory(prefix=".restore-", dir=data_dir) as made:
-            _check_empty(target)
-            with contextlib.closing(Store(Path(made))) as staged:
-                _add(entries, staged, target)
-                if target.url:
-                    with _opened(target) as store, store.exclusively():
-                        _check_unused(store, target)
-                        _add(_read_rows(staged, Report()), store, target)
-            if not target.url:
-                # Remove the marker, which may belong to another registry; the server creates it again.
-                (data_dir / MARKER).unlink(missing_ok=True)
-                # Copy the database last: a folder without a database is not a registry.
-                copy_database(Path(made) / DATABASE_FILE, data_dir / DATABASE_FILE)
+    with (
+        _errors(f"{target} cannot be written"),
+        _locked(data_dir),
+        tempfile.TemporaryDirectory(prefix=".restore-", dir=data_dir) as made,
+    ):
+        _check_empty(target)
+        with contextlib.closing(Store(Path(made))) as staged:
+            _add(entries, staged, target)
+            if target.url:
+                with _opened(target) as store, store.exclusively():
+                    _check_unused(store, target)
+                    _add(_read_rows(staged, Report()), store, target)
+        if not target.url:
+            # Remove the marker, which may belong to another registry; the server creates it again.
+            (data_dir / MARKER).unlink(missing_ok=True)
+            # Copy the database last: a folder without a database is not a registry.
+            copy_database(Path(made) / DATABASE_FILE, data_dir / DATABASE_FILE)
 
 
 def _add(entries: Iterable[_Entry], store: Store, target: RegistryPlace) -> None:
@@ -581,10 +581,7 @@ def _errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(data_dir: Path) -> Iterator[None]:
-    try:
-        lock = FolderLock(data_dir)
-    except FolderInUseError as held:
-        raise BackupError(str(held)) from held
+    lock = lock_folder(data_dir)
     try:
         yield
     finally:

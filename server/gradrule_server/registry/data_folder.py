@@ -40,7 +40,7 @@ class StoreError(CannotStartError):
     """The registry's files cannot be used; the message says why, and what to do."""
 
 
-class FolderInUseError(Exception):
+class FolderInUseError(StoreError):
     """Another process has locked the folder; the message names the process."""
 
 
@@ -203,6 +203,17 @@ class FolderLock:
             f"{self._folder} is in use by another server (process {holder[0] if holder else 'unknown'}); stop it, or "
             "give another --data-dir"
         )
+
+
+def lock_folder(folder: Path) -> FolderLock:
+    """Creates a data folder if it is missing, and locks it. Raises `StoreError`."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return FolderLock(folder)
+    except OSError as cause:
+        raise StoreError(
+            f"the data folder {folder} cannot be used: {cause.strerror}; give another --data-dir"
+        ) from cause
 
 
 class OpenFiles:

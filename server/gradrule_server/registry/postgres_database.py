@@ -26,7 +26,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.registry.data_folder import DATABASE_FILE, FolderInUseError, FolderLock, StoreError
+from gradrule_server.registry.data_folder import DATABASE_FILE, FolderLock, StoreError, lock_folder
 from gradrule_server.registry.database import Database
 from gradrule_server.registry.database_url import describe_url, hide_password
 from gradrule_server.registry.postgres_connection import (
@@ -340,15 +340,7 @@ class _ThreadState(threading.local):
 
 def _lock_folder(folder: Path) -> FolderLock:
     """Locks a server's data folder, so that no other server uses its caches. Raises `StoreError`."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = FolderLock(folder)
-    except FolderInUseError as held:
-        raise StoreError(str(held)) from held
-    except OSError as cause:
-        raise StoreError(
-            f"the data folder {folder} cannot be used: {cause.strerror}; give another --data-dir"
-        ) from cause
+    lock = lock_folder(folder)
     if (folder / DATABASE_FILE).exists():
         _log.warning(
             "%s is not used, because --registry names another database; `gradrule registry copy` copies it",

@@ -27,11 +27,11 @@ from gradrule_server.registry.data_folder import (
     DISK_FULL_ERRORS,
     MARKER,
     FolderInUseError,
-    FolderLock,
     OpenFiles,
     Reserve,
     StoreError,
     find_logs,
+    lock_folder,
     read_marker,
     refuse_lost_database,
     sync_to_disk,
@@ -92,16 +92,7 @@ class SqliteDatabase(Database):
             _log.warning("cannot reserve space beside %s: deletions may fail when the disk is full", self.path)
 
     def _lock_and_open(self) -> None:
-        folder = self.path.parent
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = FolderLock(folder)
-        except FolderInUseError as held:
-            raise StoreError(str(held)) from held
-        except OSError as cause:
-            raise StoreError(
-                f"the data folder {folder} cannot be used: {cause.strerror}; give another --data-dir"
-            ) from cause
+        self._lock = lock_folder(self.path.parent)
         self._engine = _engine(self.path, self._check_files)
         self._pinned: Connection | None = None
         try:
