@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import quote, unquote
 
+from google.protobuf.message import DecodeError
 from sqlalchemy.exc import SQLAlchemyError
 
 from gradrule.v1 import program_pb2, rule_pb2
@@ -178,7 +179,10 @@ def restore(file: Path, target: RegistryPlace, *, progress: Progress = _show_not
         return copy_registry(RegistryPlace(file), target, progress=progress)
     report = Report()
     with _errors(f"{file} is no backup, or it is damaged"), tarfile.open(file, "r:") as archive:
-        _install(_shown(_read_archive(archive, file, report), report, progress), target)
+        try:
+            _install(_shown(_read_archive(archive, file, report), report, progress), target)
+        except (LookupError, ValueError, DecodeError) as cause:
+            raise BackupError(f"{file} is damaged: it holds what no backup holds ({cause})") from cause
     return report
 
 
@@ -431,11 +435,13 @@ def _add(entries: Iterable[_Entry], store: Store, target: RegistryPlace) -> None
     for entry in entries:
         kind, *path = map(unquote, entry.name.split("/"))
         if kind == _BLOBS:
+            if not BLOB_NAME.fullmatch(path[1]):
+                raise ValueError(f"the name of the blob {path[1]!r} is no SHA-256")
             if files is not None:
                 _put_file(files.for_tenant(path[0]), path[1], entry.pieces)
             else:
                 assert objects is not None
-                _put_object(objects, object_key(folder_name(path[0]), path[1]), entry.pieces)
+                _put_object(objects, path[0], path[1], entry.pieces)
             continue
         data = b"".join(entry.pieces)
         if kind == _ID:
@@ -471,12 +477,15 @@ def _put_file(blobs: BlobStore, name: str, pieces: Iterable[bytes]) -> None:
         upload.close()
 
 
-def _put_object(objects: ObjectStore, key: str, pieces: Iterable[bytes]) -> None:
+def _put_object(objects: ObjectStore, tenant: str, name: str, pieces: Iterable[bytes]) -> None:
+    digest = hashlib.sha256()
     with tempfile.NamedTemporaryFile(prefix="gradrule-blob-") as file:
-        for piece in pieces:
+        for piece in _hashed(pieces, digest):
             file.write(piece)
         file.flush()
-        objects.put(key, Path(file.name))
+        if digest.hexdigest() != name:
+            raise ValueError(f"the bytes of the blob {name} have another SHA-256")
+        objects.put(object_key(folder_name(tenant), name), Path(file.name))
 
 
 @contextlib.contextmanager

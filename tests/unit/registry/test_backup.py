@@ -21,7 +21,17 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.backup import BackupError, RegistryPlace, backup, check, copy_registry, restore
+from gradrule_server.registry.backup import (
+    BackupError,
+    RegistryPlace,
+    _Entry,
+    _with_digest,
+    _write_member,
+    backup,
+    check,
+    copy_registry,
+    restore,
+)
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.object_store import MARKER
 from gradrule_server.registry.programs import ProgramRegistry
@@ -259,6 +269,29 @@ def test_damaged_backup_is_not_restored(store: Store, data: Path, tmp_path: Path
         restore(tmp_path / "nowhere", RegistryPlace(to))
     copy.write_bytes(whole)
     restore(copy, RegistryPlace(to))
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        (f"blobs/ada/{'0' * 64}", b"other"),
+        ("blobs/ada/..%2F..%2Fx", b"outside"),
+        ("rules/ada/Q", b"\xff"),
+        ("rules", b""),
+        ("programs/ada/p/program", b""),
+    ],
+)
+@pytest.mark.parametrize("has_objects", [False, True])
+def test_archive_with_other_members_is_refused(tmp_path: Path, member: tuple[str, bytes], *, has_objects: bool) -> None:
+    entries = [_Entry(name, len(data), (data,)) for name, data in (("registry", b"id"), member)]
+    with tarfile.open(tmp_path / "copy", "w") as archive:
+        for entry in _with_digest(entries):
+            _write_member(archive, entry)
+    to = RegistryPlace(tmp_path / "to", "", folder_url(tmp_path) if has_objects else "")
+    with pytest.raises(BackupError):
+        restore(tmp_path / "copy", to)
+    assert not (tmp_path / "to" / "gradrule.db").exists()
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"copy", "gradrule.lock", MARKER}
 
 
 def test_backup_of_an_older_release_is_restored(store: Store, data: Path, tmp_path: Path) -> None:
