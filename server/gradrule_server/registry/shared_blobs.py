@@ -2,8 +2,8 @@
 
 The key of an object is the tenant's folder and the blob's SHA-256, so an object is there or not, and its content never
 changes. An upload is received into the cache's folder, verified, stored as an object, and only then acknowledged. A
-blob that is not in the cache is fetched when a call needs it. Servers delete no objects, except damaged ones: the
-command `gradrule registry gc` deletes those that no program needs (see `collect`).
+blob that is not in the cache is fetched when a call needs it. The command `gradrule registry gc` deletes objects that
+no program needs (see `collect`), and so does an upload that exceeds a limit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import re
 import sys
 import threading
@@ -43,7 +44,9 @@ from gradrule_server.registry.object_store import (
     open_object_store,
     read_object,
 )
+from gradrule_server.registry.programs import NeededBlobs
 from gradrule_server.registry.schema import blob_usage, read_meta, write_meta
+from gradrule_server.registry.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +62,8 @@ _READ_ATTEMPTS = 2
 _RETRY_AFTER_S = 1.0
 # An object that is still wanted after this time is renewed, so that `collect` takes it for a new one.
 _RENEW_AFTER_S = 600.0
+# Shortest time between two searches of a server for objects that can be deleted.
+_COLLECT_EVERY_S = 60.0
 MIN_GRACE_S = 2 * _RENEW_AFTER_S
 """Shortest time after which `collect` may delete objects."""
 
@@ -81,27 +86,27 @@ class BlobUsage:
     """
 
     def __init__(self, database: Database, limit: BlobAmount) -> None:
-        self._database = database
+        self.database = database
         self.limit = limit
         with database.read() as connection:
             self.registry_id = read_meta(connection, "registry_id") or ""
 
     def is_counted(self) -> bool:
         """Returns whether the objects have the keys of this release, and are counted."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return read_meta(connection, _KEYS) == _KEYS_VERSION
 
     def read(self) -> dict[str, BlobAmount]:
         """Returns the amount of each folder, including running uploads."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return _read_amounts(connection)
 
     def reserve(self, folder: str, size: int, limit: BlobAmount) -> None:
         """Counts one more blob. Raises QUOTA_EXCEEDED. `limit`: of the tenant."""
         limit = BlobAmount(min(limit.size, self.limit.size), min(limit.count, self.limit.count))
         remedy = "delete programs and run `gradrule registry gc`"
-        with self._database.write() as connection:
-            self._database.lock(connection)
+        with self.database.write() as connection:
+            self.database.lock(connection)
             used = _read_amounts(connection)
             wanted = used.get(folder, BlobAmount()).plus(size, 1)
             if wanted.exceeds(limit):
@@ -113,15 +118,15 @@ class BlobUsage:
 
     def release(self, folder: str, size: int) -> None:
         """Counts one blob less."""
-        with self._database.write() as connection:
-            self._database.lock(connection)
+        with self.database.write() as connection:
+            self.database.lock(connection)
             used = _read_amounts(connection).get(folder, BlobAmount()).plus(-size, -1)
             _write_amounts(connection, {folder: BlobAmount(max(0, used.size), max(0, used.count))})
 
     def replace(self, amounts: Mapping[str, BlobAmount]) -> None:
         """Replaces all amounts, which were counted again."""
-        with self._database.write() as connection:
-            self._database.lock(connection)
+        with self.database.write() as connection:
+            self.database.lock(connection)
             connection.execute(delete(blob_usage))
             _write_amounts(connection, amounts)
             write_meta(connection, _KEYS, _KEYS_VERSION)
@@ -141,7 +146,9 @@ class _Shared:
     """What the stores of all tenants share.
 
     Attributes:
+        needed: Returns the blobs that stored programs need.
         amounts: The amount of each folder, as last seen.
+        collected_at: When this server last deleted what no program needs, on the clock of `time.monotonic`.
         cache_use: How the cache was used; `held_bytes` is not set.
     """
 
@@ -155,6 +162,17 @@ class _Shared:
         self.amounts = usage.read()
         self.cache_use = BlobCacheUse()
         self.warning = RepeatedWarning(_log)
+        self.needed = NeededBlobs(Store(usage.database))
+        self.collected_at = -math.inf
+
+    def collect(self) -> bool:
+        """Deletes objects that no program needs, unless that was done just now; returns whether there were any."""
+        with self.lock:
+            if time.monotonic() - self.collected_at < _COLLECT_EVERY_S:
+                return False
+            self.collected_at = time.monotonic()
+        with self.reaching_objects():
+            return collect(self.objects, self.usage, self.needed, MIN_GRACE_S)[0] > 0
 
     @contextlib.contextmanager
     def counted_fetch(self) -> Iterator[None]:
@@ -289,7 +307,12 @@ class SharedBlobStore(BlobStore):
         shared, size = self._shared, counted_bytes(length)
         is_new = not self._find([name])
         if is_new:
-            shared.usage.reserve(self.folder_name, size, self._limit)
+            try:
+                shared.usage.reserve(self.folder_name, size, self._limit)
+            except GradruleError as cause:
+                if cause.reason != errors_pb2.ERROR_REASON_QUOTA_EXCEEDED or not shared.collect():
+                    raise
+                shared.usage.reserve(self.folder_name, size, self._limit)
         try:
             with shared.reaching_objects():
                 try:

@@ -406,6 +406,25 @@ def test_objects_that_no_program_needs_are_deleted_after_a_grace_time(servers: S
     assert servers.objects == []
 
 
+def test_upload_that_exceeds_a_limit_deletes_what_no_program_needs(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada = servers.open("ada", capacity=2 * PAGE)
+    needed, old = put(ada, b"1" * PAGE), put(ada, b"2" * PAGE)
+    create(ProgramRegistry(servers.store, ada), "kept", needed)
+    servers.age()
+    third = put(ada, b"3" * PAGE)
+    assert ada.missing([needed, old, third]) == [old]
+    servers.age(third)
+    # This was done just now.
+    assert reason_name(refusal(put, ada, b"4" * PAGE).reason) == "QUOTA_EXCEEDED"
+    monkeypatch.setattr("gradrule_server.registry.shared_blobs._COLLECT_EVERY_S", 0.0)
+    put(ada, b"4" * PAGE)
+    # What is new stays.
+    assert reason_name(refusal(put, ada, b"5" * PAGE).reason) == "QUOTA_EXCEEDED"
+    assert ada.held_count == 2
+
+
 def test_blob_that_a_client_looks_for_is_renewed(servers: Servers) -> None:
     ada = servers.open("ada")
     name, again = put(ada, WEIGHTS), put(ada, b"again")
