@@ -172,7 +172,7 @@ class _Shared:
                 return False
             self.collected_at = time.monotonic()
         with self.reaching_objects():
-            return collect(self.objects, self.usage, self.needed, MIN_GRACE_S)[0] > 0
+            return collect(self.objects, self.usage, self.needed, MIN_GRACE_S, counts_again=False)[0] > 0
 
     @contextlib.contextmanager
     def counted_fetch(self) -> Iterator[None]:
@@ -462,9 +462,14 @@ def counted_bytes(length: int) -> int:
 
 
 def collect(
-    objects: ObjectStore, usage: BlobUsage, needed: Callable[[], Collection[BlobKey]], grace_s: float
+    objects: ObjectStore,
+    usage: BlobUsage,
+    needed: Callable[[], Collection[BlobKey]],
+    grace_s: float,
+    *,
+    counts_again: bool = True,
 ) -> tuple[int, int]:
-    """Deletes the objects of blobs that no program needs, and counts the others again; servers may run meanwhile.
+    """Deletes the objects of blobs that no program needs; servers may run meanwhile.
 
     Args:
         objects: The object store.
@@ -472,6 +477,8 @@ def collect(
         needed: Returns folder and name of the blobs that stored programs need.
         grace_s: Objects that were stored or renewed within this time stay, because a program may be about to need
             them; at least `MIN_GRACE_S` seconds.
+        counts_again: Whether to count the other objects again, without uploads that run; else only what is deleted is
+            taken off.
 
     Returns:
         The number of deleted objects, and their bytes.
@@ -494,8 +501,11 @@ def collect(
         if now is not None and now.modified_s <= oldest_s:
             objects.delete(item.key)
             del found[key]
+            if not counts_again:
+                usage.release(key[0], counted_bytes(item.size))
             count, size = count + 1, size + item.size
-    usage.replace(_amounts(found))
+    if counts_again:
+        usage.replace(_amounts(found))
     objects.delete_unfinished(oldest_s)
     return count, size
 
