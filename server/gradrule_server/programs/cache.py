@@ -47,6 +47,7 @@ class ProgramCache:
         self._capacity_bytes = capacity_bytes
         self._programs: OrderedDict[ProgramKey, RunnableProgram] = OrderedDict()
         self._held_bytes: int | None = 0
+        self._spec_digests: OrderedDict[bytes, bytes] = OrderedDict()
         self.on_removed: Callable[[StoredKey], None] = lambda key: None
         """Called with the key of each stored program that was dropped."""
 
@@ -97,6 +98,20 @@ class ProgramCache:
         ):
             self._remove([next(iter(self._programs))])
 
+    def spec_digest(self, bytes_digest: bytes) -> bytes:
+        """Returns the digest of the spec whose bytes have a digest; `bytes_digest` itself if it is unknown.
+
+        Equal specs can have different bytes, because maps have no order; only a compile worker can compare them.
+        """
+        return self._spec_digests.get(bytes_digest, bytes_digest)
+
+    def add_spec_digest(self, bytes_digest: bytes, digest: bytes) -> None:
+        """Adds the digest of a spec by that of its bytes; drops the oldest ones."""
+        if bytes_digest != digest:
+            self._spec_digests[bytes_digest] = digest
+        if len(self._spec_digests) > _MAX_DIGESTS:
+            self._spec_digests.popitem(last=False)
+
     def drop_oldest(self) -> None:
         """Drops the least recently used program, if there is one."""
         self._remove([next(iter(self._programs))] if self._programs else [])
@@ -115,25 +130,3 @@ class ProgramCache:
             self._held_bytes = None
             if isinstance(key, StoredKey):
                 self.on_removed(key)
-
-
-class SpecDigests:
-    """Remembers the digests of specs by the digest of their bytes.
-
-    Equal specs can have different bytes, because maps have no order; only a compile worker can compare them.
-    """
-
-    def __init__(self) -> None:
-        self._digests: OrderedDict[bytes, bytes] = OrderedDict()
-
-    def get(self, bytes_digest: bytes) -> bytes:
-        """Returns the digest of the spec whose bytes have a digest; `bytes_digest` itself if it is unknown."""
-        return self._digests.get(bytes_digest, bytes_digest)
-
-    def put(self, bytes_digest: bytes, digest: bytes) -> None:
-        """Adds a digest; drops the oldest ones."""
-        if bytes_digest == digest:
-            return
-        self._digests[bytes_digest] = digest
-        while len(self._digests) > _MAX_DIGESTS:
-            self._digests.popitem(last=False)

@@ -27,7 +27,7 @@ from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import CallPath, record_path
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import InlineKey, ProgramCache, SessionKey, SpecDigests
+from gradrule_server.programs.cache import InlineKey, ProgramCache, SessionKey
 from gradrule_server.programs.call_requests import EvaluateCall, ReadMessage, translate
 from gradrule_server.programs.compile_tasks import CompileTasks
 from gradrule_server.programs.compiler import Compiler, RunnableProgram
@@ -92,7 +92,6 @@ class ProgramService:
         self.owner = owner
         self.cache = ProgramCache(capacity, capacity_bytes)
         """The programs that were used last, by calls and sessions."""
-        self._spec_digests = SpecDigests()
         self.preparer = Preparer(pool, loaded.crash_history, limits, blobs, owner)
         """Gives tasks to compile workers."""
         self.runner = ProgramRunner(loaded, blobs)
@@ -267,7 +266,7 @@ class ProgramService:
     ) -> tuple[RunnableProgram, bool]:
         """Returns the program of a spec, and whether it was compiled now."""
         raw = hashlib.sha256(spec).digest()
-        key = InlineKey(self._spec_digests.get(raw), self._rules.revision, call)
+        key = InlineKey(self.cache.spec_digest(raw), self._rules.revision, call)
         found = self.cache.get(key)
         if found is not None:
             return found, False
@@ -278,7 +277,7 @@ class ProgramService:
             def is_known(digest: bytes) -> bool:
                 # Other bytes may hold the same spec, because maps have no order.
                 nonlocal own_key, known
-                self._spec_digests.put(raw, digest)
+                self.cache.add_spec_digest(raw, digest)
                 own_key = own_key._replace(spec_hash=digest)
                 known = self.cache.get(own_key, is_counted=False)
                 return known is not None
