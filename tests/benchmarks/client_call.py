@@ -22,7 +22,7 @@ import grpc.aio
 import numpy as np
 
 import gradrule as gr
-from gradrule._messages.error_status import serialized
+from gradrule._messages.error_status import message_parts
 from gradrule._messages.program_calls import ProgramBase
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
@@ -118,8 +118,8 @@ async def async_cost(call: Callable[[], Awaitable[object]], calls: int) -> float
 
 def sent(program: ProgramBase, feeds: dict[str, Any]) -> bytes:
     """Returns the request that a call of the program sends."""
-    call = program._call(feeds, None, None)
-    return serialized(call.request, call.large)
+    parts, _ = message_parts(program._call(feeds, None, None).request)
+    return b"".join(parts)
 
 
 def sync_rounds(target: str, feeds: dict[str, Any], calls: int, rounds: int) -> dict[str, list[float]]:

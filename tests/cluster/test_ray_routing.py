@@ -41,6 +41,11 @@ def request(x: bytes = b"", **target: object) -> bytes:
     return evaluate_pb2.EvaluateRequest(feeds=feeds, **target).SerializeToString()
 
 
+def with_header(x: bytes = b"", **target: Any) -> bytes:
+    header = evaluate_pb2.EvaluateHeader(feeds=[evaluate_pb2.TensorHeader(name=x.decode())], **target)
+    return evaluate_pb2.EvaluateRequest(header=header.SerializeToString(), contents=[b""]).SerializeToString()
+
+
 def test_each_rpc_has_a_method_of_its_own() -> None:
     # Ray Serve calls methods of a deployment by the last part of the RPC's path.
     assert len({rpc.method for rpc in RPCS}) == len(RPCS) > 15
@@ -82,11 +87,12 @@ def test_requests_for_one_program_have_one_key() -> None:
     spec = program_pb2.ProgramSpec(fetches=["y"])
     assert program_key(request(b"a", program="programs/p")) == program_key(request(b"b", program="programs/p")) != ""
     assert program_key(request(b"a", spec=spec)) == program_key(request(b"b", spec=spec)) != ""
+    assert program_key(with_header(b"a", program="programs/p")) == program_key(request(program="programs/p"))
     others = {request(program="programs/p"), request(program="programs/q"), request(spec=spec)}
     assert len({program_key(one) for one in others}) == 3
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\xff", request(b"x")])
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\xff", request(b"x"), with_header(b"x")])
 def test_requests_without_a_program_have_no_key(data: bytes) -> None:
     assert program_key(data) == ""
 

@@ -160,8 +160,9 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     real = Sweep.call
 
     def call(self: Sweep, run: Any) -> Any:
-        found = real(self, run)
-        made.append((run.label, len(found.request.spec.fetches)))  # type: ignore[attr-defined]
+        found: Any = real(self, run)
+        spec = found.request.spec
+        made.append((run.label, len(spec.fetches)))
         return found
 
     monkeypatch.setattr(Sweep, "call", call)

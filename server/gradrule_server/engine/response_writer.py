@@ -278,7 +278,7 @@ def write_tensor(message: tensor_pb2.Tensor, tensor: tf.Tensor, packing: Packing
     array = np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None)
     packed = None if packing is None else pack(tensor.dtype.as_datatype_enum, array, packing)
     if packed is not None:
-        message.ParseFromString(b"".join(packed))
+        message.ParseFromString(packed.head + packed.content)
         return
     tensor_codec.write_message(message, array)
     if tensor.dtype.is_quantized:

@@ -9,10 +9,12 @@ import pytest
 import gradrule as gr
 from gradrule._builder.specs import LayerCall
 from gradrule._messages import call_arguments, request_messages, rpc_calls
-from gradrule._messages.program_calls import ProgramEncoder
+from gradrule._messages.program_calls import ProgramBase
+from gradrule._messages.request_encoding import RequestEncoder
 from gradrule._results import call_results
 from gradrule.common.tensor_codec import to_message
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
+from tests.unit.client.plain_requests import plain
 
 FLOAT = tensor_pb2.DT_FLOAT
 
@@ -61,7 +63,7 @@ def test_every_argument_accepts_aliases() -> None:
 
 def test_feeds_take_the_type_of_the_aliased_tensor() -> None:
     g = aliased()
-    request = request_messages.evaluate_request({"image": [1, 2]}, request_messages.types_of_graph(g), graph=g)
+    request = plain(RequestEncoder(g, request_messages.types_of_graph(g)).encode({"feeds": {"image": [1, 2]}}))
     assert [(feed.name, feed.value.inline_tensor.dtype) for feed in request.feeds] == [("x", FLOAT)]
 
 
@@ -99,8 +101,8 @@ def test_programs_accept_their_aliases() -> None:
         name="programs/p", inputs=[specs["x"]], outputs=[specs["z"]], ys=[specs["z"]], xs=[specs["x"]],
         aliases={"image": "x", "score": "z"},
     )  # fmt: skip
-    parts, _ = ProgramEncoder(message).encode({"image": [1.0]}, None, {"score": [2]})
-    request = evaluate_pb2.EvaluateRequest.FromString(b"".join(parts))
+    request: Any = ProgramBase(message)._call({"image": [1.0]}, None, {"score": [2]}).request
+    request = plain(request)
     assert [feed.name for feed in request.feeds] == ["x"]
     assert [item.name for item in request.grad_ys] == ["z"]
     found = call_results.specs(message.inputs, message.aliases)

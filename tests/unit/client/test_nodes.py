@@ -10,6 +10,8 @@ import pytest
 import gradrule as gr
 from gradrule._builder import names
 from gradrule._messages import call_arguments, request_messages
+from gradrule._messages.request_encoding import RequestEncoder
+from tests.unit.client.plain_requests import plain
 
 
 def graph() -> gr.Graph:
@@ -28,7 +30,8 @@ def test_a_node_of_one_output_is_that_tensor() -> None:
     spec, _ = request_messages.program_spec(g, words)
     assert (list(spec.fetches), list(spec.vjp.ys), list(spec.vjp.xs)) == (["y:0"], ["y:0"], ["x:0"])
     assert [(item.y, item.tensor) for item in spec.vjp.grad_ys] == [("y:0", "x:0")]
-    request = request_messages.evaluate_request({x: [1, 2]}, request_messages.types_of_graph(g), graph=g)
+    encoder = RequestEncoder(g, request_messages.types_of_graph(g))
+    request = plain(encoder.encode({"feeds": {x: [1, 2]}}))
     assert (request.feeds[0].name, request.feeds[0].value.inline_tensor.dtype) == ("x:0", 1)
     assert g.op("AddN", [y, x]).node.inputs == ("y", "x")
     assert g.matmul(y, x).node.inputs == ("y", "x")

@@ -15,9 +15,11 @@ from google.protobuf.duration_pb2 import Duration
 import gradrule as gr
 from gradrule._builder import names
 from gradrule._messages import call_arguments, request_messages
+from gradrule._messages.request_encoding import EncodedRequest, RequestEncoder
 from gradrule._results import call_results
 from gradrule.common.tensor_codec import to_message, to_numpy
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2
+from tests.unit.client.plain_requests import plain
 
 
 def simple() -> gr.Graph:
@@ -33,8 +35,13 @@ def spec(graph: Any, **words: Any) -> tuple[program_pb2.ProgramSpec, dict[str, A
     return request_messages.program_spec(graph, call_arguments.ProgramArguments(**words))
 
 
-def fed(graph: Any, feeds: Any, **more: Any) -> evaluate_pb2.EvaluateRequest:
-    return request_messages.evaluate_request(feeds, request_messages.types_of_graph(graph), graph=graph, **more)
+def fed(graph: Any, feeds: Any, params: Any = None) -> evaluate_pb2.EvaluateRequest:
+    return plain(encoded(graph, feeds, params))
+
+
+def encoded(graph: Any, feeds: Any, params: Any = None) -> EncodedRequest:
+    encoder = RequestEncoder(graph, request_messages.types_of_graph(graph))
+    return encoder.encode({"feeds": feeds}, params)
 
 
 def test_names_and_handles_are_equivalent() -> None:
@@ -235,7 +242,8 @@ def test_params_of_a_call() -> None:
 
 def check(graph: Any, feeds: Any = None, params: Any = None, **words: Any) -> None:
     found, _ = spec(graph, **words)
-    request_messages.check_call(found, fed(graph, feeds, params=params), graph)
+    header = evaluate_pb2.EvaluateHeader.FromString(encoded(graph, feeds, params).header)
+    request_messages.check_call(found, header, graph)
 
 
 @pytest.mark.parametrize("form", [lambda g: g, lambda g: g.to_bytes()], ids=["Graph", "bytes"])

@@ -18,8 +18,8 @@ import pytest
 import gradrule as gr
 from gradrule._builder import blob_values
 from gradrule._messages import rpc_calls
+from gradrule._messages.request_encoding import EncodedRequest
 from gradrule._rpc import call_routes
-from gradrule.v1 import evaluate_pb2
 from tests.unit.client.answering import MIB, PROGRAM, Answering
 from tests.waiting import wait_until
 
@@ -251,7 +251,8 @@ def test_call_that_reaches_no_server_fails_at_once(monkeypatch: pytest.MonkeyPat
 def test_uploads_to_servers_that_share_no_blobs_end_with_advice() -> None:
     """Each upload reaches another server than the call that needs it."""
     blobs: dict[str, Any] = {"0" * 64: b"weights"}
-    steps = rpc_calls.call_steps(rpc_calls.evaluate_call(evaluate_pb2.EvaluateRequest(), lambda answer: answer, blobs))
+    request = EncodedRequest(b"", [], blobs)
+    steps = rpc_calls.call_steps(rpc_calls.evaluate_call(request, lambda answer: answer))
     refusal = gr.errors.BlobNotFoundError("the server does not have the blob")
     refusal.request_id = "r1"
     next(steps)

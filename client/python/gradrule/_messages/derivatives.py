@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradrule._builder import blob_values
-from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import ByName, bare
 from gradrule._messages.call_arguments import (
     CallParams,
@@ -15,18 +15,13 @@ from gradrule._messages.call_arguments import (
     ProgramArguments,
     given_aliases,
     groups_of,
-    name_of_tensor,
     with_flat_xs,
 )
-from gradrule._messages.request_messages import (
-    Source,
-    TypeOf,
-    add_named_tensor,
-    evaluate_request,
-    program_grad_ys,
-    types_of_specs,
-)
+from gradrule._messages.program_calls import ProgramBase
+from gradrule._messages.request_encoding import EncodedRequest, RequestEncoder
+from gradrule._messages.request_messages import Source, program_grad_ys
 from gradrule._messages.rpc_calls import Call, evaluate_call
+from gradrule._messages.transfer_options import Transfer
 from gradrule._results.answers import labels
 from gradrule._results.call_results import Groups, Sparse, array, gradients_by_x, regrouped
 from gradrule.common.tensor_codec import Array
@@ -44,90 +39,100 @@ Products = ByName[Any]
 
 
 def jvp(
-    source: Source, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, arguments: ProgramArguments
+    source: Source,
+    feeds: Feeds | None,
+    tangents: Feeds,
+    params: CallParams | None,
+    arguments: ProgramArguments,
+    transfer: Transfer,
 ) -> Call[Tangents]:
     """Returns the call for Jacobian-vector products of a graph."""
-    blobs = blob_values.blobs_in(feeds, tangents)
-    request = _graph_request(source, feeds, params, arguments, program_pb2.Jvp, "jvp", blobs)
-    _add_directions(request, tangents, source.type_of, "tangents", source.graph)
-    return evaluate_call(request, lambda response: _tangents(response, given_aliases(source.graph, arguments)), blobs)
+    values = {"feeds": feeds, "tangents": _directions(tangents, "tangents")}
+    request = _graph_request(source, values, params, arguments, program_pb2.Jvp, "jvp", transfer)
+    aliases = given_aliases(source.graph, arguments)
+    return evaluate_call(request, lambda response: _tangents(response, aliases), transfer)
 
 
 def jacobian(
-    source: Source, feeds: Feeds | None, params: CallParams | None, arguments: ProgramArguments, *, batched: bool
+    source: Source,
+    feeds: Feeds | None,
+    params: CallParams | None,
+    arguments: ProgramArguments,
+    transfer: Transfer,
+    *,
+    batched: bool,
 ) -> Call[Jacobians]:
     """Returns the call for Jacobians of a graph."""
-    blobs = blob_values.blobs_in(feeds)
-    request = _graph_request(source, feeds, params, arguments, program_pb2.Jacobian, "jacobian", blobs)
-    request.spec.jacobian.batched = batched
+    kind = functools.partial(program_pb2.Jacobian, batched=batched)
+    request = _graph_request(source, {"feeds": feeds}, params, arguments, kind, "jacobian", transfer)
     groups, aliases = groups_of(arguments.xs, source.graph), given_aliases(source.graph, arguments)
-    return evaluate_call(request, lambda response: _jacobians(response, groups, aliases), blobs)
+    return evaluate_call(request, lambda response: _jacobians(response, groups, aliases), transfer)
 
 
 def hvp(
-    source: Source, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, arguments: ProgramArguments
+    source: Source,
+    feeds: Feeds | None,
+    vectors: Feeds,
+    params: CallParams | None,
+    arguments: ProgramArguments,
+    transfer: Transfer,
 ) -> Call[Products]:
     """Returns the call for Hessian-vector products of a graph."""
-    blobs = blob_values.blobs_in(feeds, vectors)
-    request = _graph_request(source, feeds, params, arguments, program_pb2.Hvp, "hvp", blobs)
-    _add_directions(request, vectors, source.type_of, "vectors", source.graph)
+    values = {"feeds": feeds, "vectors": _directions(vectors, "vectors")}
+    request = _graph_request(source, values, params, arguments, program_pb2.Hvp, "hvp", transfer)
     groups, aliases = groups_of(arguments.xs, source.graph), given_aliases(source.graph, arguments)
-    return evaluate_call(request, lambda response: _products(response, groups, aliases), blobs)
+    return evaluate_call(request, lambda response: _products(response, groups, aliases), transfer)
 
 
 def program_jvp(
-    program: program_pb2.Program, feeds: Feeds | None, tangents: Feeds, params: CallParams | None
+    program: ProgramBase, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, transfer: Transfer
 ) -> Call[Tangents]:
     """Returns the call for Jacobian-vector products of a program's ys and xs."""
-    request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
-    _add_directions(request, tangents, types_of_specs(program.xs), "tangents", program)
-    return evaluate_call(
-        request, lambda response: _tangents(response, program.aliases), blob_values.blobs_in(feeds, tangents)
-    )
+    values = {"feeds": feeds, "tangents": _directions(tangents, "tangents")}
+    request = program._encoder.encode(values, params, derivative=evaluate_pb2.DERIVATIVE_JVP, packing=transfer.packing)
+    return evaluate_call(request, lambda response: _tangents(response, program.aliases), transfer)
 
 
 def program_jacobian(
-    program: program_pb2.Program, feeds: Feeds | None, params: CallParams | None, groups: Groups, *, batched: bool
+    program: ProgramBase, feeds: Feeds | None, params: CallParams | None, transfer: Transfer, *, batched: bool
 ) -> Call[Jacobians]:
     """Returns the call for Jacobians of a program's ys and xs."""
     kind = evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN if batched else evaluate_pb2.DERIVATIVE_JACOBIAN
-    request = _program_request(program, feeds, params, kind)
-    return evaluate_call(
-        request, lambda response: _jacobians(response, groups, program.aliases), blob_values.blobs_in(feeds)
-    )
+    request = program._encoder.encode({"feeds": feeds}, params, derivative=kind, packing=transfer.packing)
+    return evaluate_call(request, lambda response: _jacobians(response, program.groups, program.aliases), transfer)
 
 
 def program_hvp(
-    program: program_pb2.Program,
+    program: ProgramBase,
     feeds: Feeds | None,
     vectors: Feeds,
     grad_ys: GradYs | None,
     params: CallParams | None,
-    groups: Groups,
+    transfer: Transfer,
     *,
     every_order: bool,
 ) -> Call[Products]:
     """Returns the call for Hessian-vector products of a program's ys and xs."""
     kind = evaluate_pb2.DERIVATIVE_HVP_EVERY_ORDER if every_order else evaluate_pb2.DERIVATIVE_HVP
-    request = _program_request(program, feeds, params, kind)
-    type_of = types_of_specs([*program.xs, *program.ys])
-    _add_directions(request, vectors, type_of, "vectors", program)
-    for y, value in program_grad_ys(grad_ys, program).items():
-        add_named_tensor(request, "grad_ys", y, value, type_of)
-    return evaluate_call(
-        request, lambda response: _products(response, groups, program.aliases), blob_values.blobs_in(feeds, vectors)
-    )
+    values = {
+        "feeds": feeds,
+        "grad_ys": program_grad_ys(grad_ys, program.message),
+        "vectors": _directions(vectors, "vectors"),
+    }
+    request = program._encoder.encode(values, params, derivative=kind, packing=transfer.packing)
+    return evaluate_call(request, lambda response: _products(response, program.groups, program.aliases), transfer)
 
 
 def _graph_request(
     source: Source,
-    feeds: Feeds | None,
+    values: dict[str, Feeds | None],
     params: CallParams | None,
     arguments: ProgramArguments,
-    kind: type[program_pb2.Jvp | program_pb2.Jacobian | program_pb2.Hvp],
+    kind: Callable[..., program_pb2.Jvp | program_pb2.Jacobian | program_pb2.Hvp],
     part: str,
-    blobs: blob_values.Blobs,
-) -> evaluate_pb2.EvaluateRequest:
+    transfer: Transfer,
+) -> EncodedRequest:
+    blobs: blob_values.Blobs = {}
     spec, upstream = source.spec(with_flat_xs(arguments, source.graph), blobs)
     vjp = spec.vjp
     if vjp.grad_ys:
@@ -138,33 +143,18 @@ def _graph_request(
     if not isinstance(derivative, program_pb2.Jvp):
         derivative.unconnected_gradients = vjp.unconnected_gradients
     getattr(spec, part).CopyFrom(derivative)
-    request = evaluate_request(feeds, source.type_of, grad_ys=upstream, params=params, graph=source.graph)
-    request.spec.CopyFrom(spec)
+    encoder = RequestEncoder(source.graph, source.type_of)
+    request = encoder.encode({**values, "grad_ys": upstream}, params, packing=transfer.packing)
+    request.set_spec(spec, blobs)
     return request
 
 
-def _program_request(
-    program: program_pb2.Program,
-    feeds: Feeds | None,
-    params: CallParams | None,
-    derivative: evaluate_pb2.Derivative.ValueType,
-) -> evaluate_pb2.EvaluateRequest:
-    request = evaluate_request(feeds, types_of_specs([*program.inputs, *program.ys]), params=params, graph=program)
-    request.program = program.name
-    request.derivative = derivative
-    return request
-
-
-def _add_directions(
-    request: evaluate_pb2.EvaluateRequest, given: Feeds, type_of: TypeOf, word: str, graph: GraphLike | None
-) -> None:
+def _directions(given: Feeds, word: str) -> Feeds:
     if not hasattr(given, "items"):
         raise InvalidDerivativeError(f"{word} is a dict of values by x, not {type(given).__name__}")
     if not given:
         raise InvalidDerivativeError(f"{word} is empty: give one for at least one x")
-    for key, value in given.items():
-        name = name_of_tensor(key, graph)
-        add_named_tensor(request, word, name, value, type_of)
+    return given
 
 
 def _tangents(response: evaluate_pb2.EvaluateResponse, aliases: Mapping[str, str]) -> Tangents:

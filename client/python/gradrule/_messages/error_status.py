@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
@@ -11,7 +11,8 @@ import grpc
 from google.protobuf.message import DecodeError, EncodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from gradrule.common.wire_format import Part, Parts, length
+from gradrule._messages.request_encoding import EncodedForward, EncodedRequest
+from gradrule.common.wire_format import Parts, length
 from gradrule.errors import (
     Detail,
     GradruleError,
@@ -183,20 +184,12 @@ def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
     return None if error.reason == "UNAVAILABLE" else error
 
 
-def serialized(request: Message, large: Sequence[Parts] = ()) -> bytes:
-    """Returns a request's bytes followed by its large tensors. Raises `MessageTooLargeError` above 2 GiB."""
-    parts, _ = message_parts(request, large)
-    return b"".join(parts) if large else bytes(parts[0])
-
-
-def message_parts(request: Message, large: Sequence[Parts] = ()) -> tuple[Parts, int]:
+def message_parts(request: Message | EncodedRequest | EncodedForward) -> tuple[Parts, int]:
     """Returns the parts of a request's bytes, and their size. Raises `MessageTooLargeError` above 2 GiB."""
     try:
-        parts: list[Part] = [request.SerializeToString()]
+        parts = (request.SerializeToString(),) if isinstance(request, Message) else request.parts()
     except (EncodeError, ValueError) as cause:
         raise MessageTooLargeError(f"the request is too large to be one message: {cause}") from None
-    for more in large:
-        parts += more
     size = length(parts)
     if size > _MAX_MESSAGE_BYTES:
         raise MessageTooLargeError(

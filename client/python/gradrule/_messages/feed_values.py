@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, TypeAlias
 
 from gradrule._builder import blob_values
-from gradrule._builder.array_values import Cast, converted, is_array, read_array
+from gradrule._builder.array_values import Cast, converted, is_array, may_need_conversion, read_array
 from gradrule._builder.handles import Node, TensorHandle
 from gradrule._builder.node_arguments import tensorflow_array
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 from gradrule.errors import FeedDtypeError, InvalidTensorError
 from gradrule.v1 import tensor_pb2
+
+# Returns the element type of a tensor by name; 0: unknown. The flag: whether expensive lookups are allowed.
+TypeOf: TypeAlias = Callable[[str, bool], int]
+
+
+def checked_value(value: Any, name: str, type_of: TypeOf, where: str) -> tensor_codec.Array | blob_values.Blob:
+    """Returns a value as an array of its tensor's element type; blobs stay.
+
+    Args:
+        value: Lists, numbers and arrays are converted to the tensor's type; arrays only if no value changes.
+        name: Name of the tensor.
+        type_of: Returns the element type of a tensor.
+        where: Name of the value in errors.
+
+    Raises:
+        InvalidTensorError: The value is not a valid tensor.
+        FeedDtypeError: An array or blob does not have the tensor's element type.
+    """
+    if not isinstance(value, blob_values.Blob):
+        return array_of(value, type_of(name, may_need_conversion(value)), where)
+    number = type_of(name, False)
+    if number and value.number != number:
+        raise FeedDtypeError(f"{where} is a blob of {dtype_name(value.number)}, the tensor is {dtype_name(number)}")
+    return value
 
 
 def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:

@@ -10,8 +10,9 @@ from google.protobuf.message import DecodeError
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._messages import request_messages
 from gradrule._messages.call_arguments import CallParams, Feeds, GradYs
+from gradrule._messages.feed_values import TypeOf
 from gradrule._messages.program_calls import ProgramBase
-from gradrule._messages.request_messages import TypeOf
+from gradrule._messages.request_encoding import EncodedForward, EncodedRequest
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
@@ -87,16 +88,10 @@ class ForwardBase:
             raise InvalidParamError(f"ttl is in seconds, more than 0, not {ttl!r}")
         self._what, self._transfer = forward, transfer
         call = forward.call
-        evaluate = [call.request.SerializeToString(), *(part for parts in call.large for part in parts)]
-        self._request, self._blobs = evaluate_pb2.ForwardRequest(), call.blobs
-        if not forward.why_unique:
-            # Copied, because the request may be sent again after the caller changed the arrays.
-            evaluate = [b"".join(evaluate)]
-        self._large: Sequence[wire_format.Parts] = (
-            wire_format.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, evaluate),
-        )
-        if ttl is not None:
-            self._request.ttl.FromNanoseconds(int(ttl * 1e9))
+        assert isinstance(call.request, EncodedRequest)
+        # Copied if the request may be sent again after the caller changed the arrays.
+        evaluate = call.request if forward.why_unique else call.request.with_own_contents()
+        self._request, self._blobs = EncodedForward(evaluate, ttl), call.blobs
         self._handle = ""
         self._held = evaluate_pb2.ForwardResponse()
         self._reader = call.reader or AnswerReader(labeller(forward.aliases), keep_bfloat16=transfer.keep_wire_dtype)
@@ -125,7 +120,7 @@ class ForwardBase:
             self._handle = self._held.handle
             if self._what.why_unique:
                 # The request holds views of the caller's arrays, and is not sent again.
-                self._large = ()
+                self._request.evaluate.contents = []
 
         return Call(
             "forward",
@@ -134,7 +129,6 @@ class ForwardBase:
             decode,
             self._blobs,
             on_stream=True,
-            large=self._large,
             may_compile=True,
         )
 
@@ -156,9 +150,11 @@ class ForwardBase:
 
     def _pull_back(self, grad_ys: GradYs | None, *, stacked: bool, close: bool) -> evaluate_pb2.PullBackRequest:
         values = request_messages.upstream_values(grad_ys, self._what.ys, self._what.graph)
-        request = request_messages.evaluate_request(None, self._what.type_of, grad_ys=values)
-        pull_back = evaluate_pb2.PullBackRequest(grad_ys=request.grad_ys, stacked_grad_ys=stacked, close_handle=close)
-        self._transfer.prepare(pull_back)
+        pull_back = evaluate_pb2.PullBackRequest(stacked_grad_ys=stacked, close_handle=close)
+        request_messages.add_named_tensors(pull_back, "grad_ys", values, self._what.type_of, None)
+        if self._transfer.packing is not None:
+            self._transfer.pack(pull_back)
+            pull_back.answer_packing.CopyFrom(self._transfer.packing.message())
         return pull_back
 
     def _pulled_back(self, request: evaluate_pb2.PullBackRequest) -> Call[Gradients]:

@@ -5,121 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from gradrule._builder import blob_values
 from gradrule._builder.notebook_text import html_block, html_line, short_digest, short_repr
 from gradrule._builder.specs import TensorSpec
-from gradrule._messages import call_arguments, request_messages, rpc_calls
+from gradrule._messages import request_messages, rpc_calls
 from gradrule._messages.call_arguments import CallParams, Feeds, GradYs, Name
-from gradrule._messages.feed_values import array_of
+from gradrule._messages.request_encoding import RequestEncoder
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._results import call_results, tables
 from gradrule._results.answers import Answer, AnswerReader, labeller
-from gradrule.common import fast_paths, large_tensors, tensor_codec, wire_format
-from gradrule.common.tensor_packing import Packing, pack
 from gradrule.errors import UnknownFeedError
-from gradrule.v1 import evaluate_pb2, program_pb2
-
-_FEEDS = evaluate_pb2.EvaluateRequest.FEEDS_FIELD_NUMBER
-_GRAD_YS = evaluate_pb2.EvaluateRequest.GRAD_YS_FIELD_NUMBER
-_STACKED = evaluate_pb2.EvaluateRequest(stacked_grad_ys=True).SerializeToString()
-_FIELD_NAMES = {_FEEDS: "feeds", _GRAD_YS: "grad_ys"}
-# Limits the memory for programs whose feeds have many different shapes.
-_MAX_HEADS = 1024
-
-
-class ProgramEncoder:
-    """Writes the calls of a program as bytes. Safe to share between threads.
-
-    The bytes before a tensor's content (name, type, shape, lengths) are the same in every call with a tensor of this
-    type and shape, so they are made once.
-    """
-
-    def __init__(self, program: program_pb2.Program) -> None:
-        self._program = program
-        self._type_of = request_messages.types_of_specs([*program.inputs, *program.ys])
-        self._heads: dict[Any, bytes] = {}
-        self._keeps_heads = fast_paths.is_enabled("request-heads")
-
-    def encode(
-        self,
-        feeds: call_arguments.Feeds | None,
-        params: call_arguments.CallParams | None = None,
-        grad_ys: call_arguments.GradYs | None = None,
-        stacked_grad_ys: bool = False,
-        packing: Packing | None = None,
-    ) -> tuple[list[wire_format.Part], blob_values.Blobs]:
-        """Returns the bytes of an `EvaluateRequest` without its target, and the blobs that it names.
-
-        packing: packing of the feeds and of the answer. Raises what `request_messages.evaluate_request` raises.
-        """
-        parts: list[wire_format.Part] = []
-        blobs: blob_values.Blobs = {}
-        if feeds is not None:
-            for key, value in request_messages.pairs(feeds, "feeds"):
-                self._add(parts, blobs, _FEEDS, key, value, packing)
-        if grad_ys is not None:
-            for y, value in request_messages.program_grad_ys(grad_ys, self._program).items():
-                self._add(parts, blobs, _GRAD_YS, y, value, packing)
-        if params is not None:
-            parts.append(request_messages.evaluate_request(None, self._type_of, params=params).SerializeToString())
-        if stacked_grad_ys:
-            parts.append(_STACKED)
-        if packing is not None:
-            parts.append(evaluate_pb2.EvaluateRequest(answer_packing=packing.message()).SerializeToString())
-        return parts, blobs
-
-    def _add(
-        self,
-        parts: list[wire_format.Part],
-        blobs: blob_values.Blobs,
-        field: int,
-        key: Any,
-        value: Any,
-        packing: Packing | None,
-    ) -> None:
-        if packing is None and type(value) is np.ndarray:
-            # The type and shape of the array were checked when the head was made.
-            head = self._heads.get((field, key, value.dtype, value.shape))
-            if head is not None:
-                parts += (head, _content(value))
-                return
-        name = call_arguments.name_of_tensor(key, self._program)
-        if isinstance(value, blob_values.Blob):
-            parts.append(self._message(field, name, value))
-            blobs[value.sha256] = value.data
-            return
-        where = f"{_FIELD_NAMES[field]}[{name!r}]"
-        array = array_of(value, self._type_of(name, True), where)
-        if not (array.nbytes and tensor_codec.has_plain_bytes(array)):
-            parts.append(self._message(field, name, array))
-            return
-        packed = None if packing is None else pack(tensor_codec.number_of_array(array), array, packing)
-        if packed is not None:
-            parts += (large_tensors.named(field, name, packed.head, len(packed.content)), packed.content)
-            return
-        head = self._heads.get((field, key, array.dtype, array.shape))
-        if head is None:
-            head = large_tensors.head(field, name, array)
-            if self._keeps_heads and tensor_codec.is_little_endian(array):
-                if len(self._heads) >= _MAX_HEADS:
-                    self._heads.clear()
-                self._heads[field, key, array.dtype, array.shape] = head
-        parts += (head, _content(array))
-
-    def _message(self, field: int, name: str, value: Any) -> bytes:
-        """Returns the field for a value whose bytes a message does not hold: strings, blobs, empty arrays."""
-        request = evaluate_pb2.EvaluateRequest()
-        request_messages.add_named_tensor(request, _FIELD_NAMES[field], name, value, self._type_of)
-        return request.SerializeToString()
-
-
-def _content(array: tensor_codec.Array) -> wire_format.Part:
-    """Returns an array's bytes: a copy for small arrays, which is faster than a view, and a view for large ones."""
-    if array.nbytes < large_tensors.MIN_LARGE_BYTES and tensor_codec.is_little_endian(array):
-        return array.tobytes()
-    return tensor_codec.content_of(array)
+from gradrule.v1 import program_pb2
 
 
 class ProgramBase:
@@ -137,7 +32,9 @@ class ProgramBase:
             self.rewritten,
             message.draws_random,
         )
-        self._encoder = ProgramEncoder(message)
+        # Calls may name tensors of all these; they are the only ones whose types are known.
+        type_of = request_messages.types_of_specs([*message.inputs, *message.xs, *message.ys])
+        self._encoder = RequestEncoder(message, type_of)
         # Whether the user must still be warned of the notes.
         self._must_warn = bool(message.notes)
         self._reader = AnswerReader(labeller(message.aliases))
@@ -260,15 +157,18 @@ class ProgramBase:
             self._must_warn = False
             rpc_calls.warn_of(self._message.notes)
         reader = self._answer_reader(transfer)
-        parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys, transfer.packing)
+        request = self._encoder.encode(
+            {"feeds": feeds, "grad_ys": request_messages.program_grad_ys(grad_ys, self._message)},
+            params,
+            stacked_grad_ys=stacked_grad_ys,
+            packing=transfer.packing,
+        )
         return rpc_calls.Call(
             rpc_calls.EVALUATE,
-            # One for each call, because its time limit is added to it.
-            evaluate_pb2.EvaluateRequest(program=self._message.name),
+            request,
             reader.read,
             self._decode,
-            blobs,
-            large=(parts,),
+            request.blobs,
             reader=reader,
             may_share=transfer.packing is None,
             # The server compiles a program again after it removed it from memory, and for calls with upstream

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
-from gradrule._builder.array_values import may_need_conversion
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
 from gradrule._builder.handles import Node, TensorHandle
@@ -19,15 +18,14 @@ from gradrule._builder.rules import param_value
 from gradrule._messages.call_arguments import (
     Batching,
     CallParams,
-    Feeds,
     GradYs,
     ProgramArguments,
     name_of_tensor,
     names_of,
     sent_aliases,
 )
-from gradrule._messages.feed_values import array_of
-from gradrule.common import large_tensors, tensor_codec, wire_format
+from gradrule._messages.feed_values import TypeOf, checked_value
+from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.errors import (
     FeedDtypeError,
@@ -41,8 +39,6 @@ from gradrule.errors import (
 )
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 
-# Returns the element type of a tensor by name; 0: unknown. The flag: whether expensive lookups are allowed.
-TypeOf: TypeAlias = Callable[[str, bool], int]
 # A program, and the upstream gradients that each call sends as values, by y.
 Spec: TypeAlias = tuple[program_pb2.ProgramSpec, dict[str, Any]]
 
@@ -151,49 +147,21 @@ def _resolve_aliases(selector: override_pb2.Selector, graph: GraphLike) -> None:
             names[index] = name_of_tensor(name, graph)
 
 
-def evaluate_request(
-    feeds: Feeds | None,
-    type_of: TypeOf,
-    *,
-    grad_ys: Mapping[str, Any] | None = None,
-    params: CallParams | None = None,
-    graph: GraphLike | None = None,
-    stacked_grad_ys: bool = False,
-    large: list[wire_format.Parts] | None = None,
-) -> evaluate_pb2.EvaluateRequest:
-    """Returns a request with the values of a call; the caller sets the program.
-
-    Args:
-        feeds: Values by tensor.
-        type_of: Returns the element type of a tensor.
-        grad_ys: Upstream gradients by y, values only.
-        params: Values of the rules' params by label.
-        graph: The graph of the tensors; resolves aliases.
-        stacked_grad_ys: Whether the upstream gradients have an additional first axis.
-        large: Receives large tensors, which are sent after the request's bytes; None: the request contains them.
-
-    Raises:
-        GradruleError: A value is not valid.
-    """
-    request = evaluate_pb2.EvaluateRequest(stacked_grad_ys=stacked_grad_ys)
-    for key, value in pairs(feeds or {}, "feeds"):
-        name = name_of_tensor(key, graph)
-        add_named_tensor(request, "feeds", name, value, type_of, large=large)
-    for y, value in (grad_ys or {}).items():
-        add_named_tensor(request, "grad_ys", y, value, type_of, large=large)
+def add_params(request: Any, params: CallParams | None) -> None:
+    """Adds the values of rules' params, by label, to a request. Raises `InvalidParamError`."""
     if not isinstance(params, Mapping | None):
         raise InvalidParamError(f"params is a dict of labels to dicts of values, not {type(params).__name__}")
+    messages = request.params
     for label, values in (params or {}).items():
         if not isinstance(label, str):
             raise InvalidParamError(f"params are named by the override's label, a string, not by {label!r}")
         if not isinstance(values, Mapping):
             raise InvalidParamError(f"params[{label!r}] is a dict of values by the rule's param names, not {values!r}")
         for name, value in values.items():
-            request.params[label].values[name].CopyFrom(param_value(name, value))
-    return request
+            messages[label].values[name].CopyFrom(param_value(name, value))
 
 
-def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest, graph: GraphLike) -> None:
+def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateHeader, graph: GraphLike) -> None:
     """Checks that feeds match the graph's tensors and that params match the program's overrides.
 
     Raises:
@@ -217,9 +185,8 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
             raise UnknownFeedError(f"the tensor {feed.name!r} is fed twice")
         fed.add(tensor.name)
         # The dtype is not checked yet if the graph was given as bytes.
-        dtype = feed.value.inline_tensor.dtype or feed.value.blob.dtype
-        if tensor.number and dtype != without_ref(tensor.number):
-            actual = dtype_name(dtype)
+        if tensor.number and feed.dtype != without_ref(tensor.number):
+            actual = dtype_name(feed.dtype)
             raise FeedDtypeError(f"feeds[{feed.name!r}] is an array of {actual}, the tensor is {tensor.dtype}")
     labels = {*map(label_of, spec.overrides), *read.op_types_with_rule_names()}
     for label in call.params:
@@ -263,7 +230,7 @@ def types_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> TypeOf:
 
 def program_grad_ys(grad_ys: GradYs | None, program: program_pb2.Program) -> dict[str, Any]:
     """Returns the upstream gradients of one call of a program, by y. Raises `InvalidDerivativeError`."""
-    return upstream_values(grad_ys, [spec.name for spec in program.ys], program)
+    return {} if grad_ys is None else upstream_values(grad_ys, [spec.name for spec in program.ys], program)
 
 
 def upstream_values(grad_ys: GradYs | None, ys: Sequence[str], graph: GraphLike) -> dict[str, Any]:
@@ -277,47 +244,36 @@ def upstream_values(grad_ys: GradYs | None, ys: Sequence[str], graph: GraphLike)
     return values
 
 
-def add_named_tensor(
-    request: Message,
-    field: str,
-    name: str,
-    value: Any,
-    type_of: TypeOf,
-    *,
-    what: str | None = None,
-    large: list[wire_format.Parts] | None = None,
+def add_named_tensors(
+    request: Message, field: str, values: Mapping[Any, Any], type_of: TypeOf, graph: GraphLike | None, what: str = ""
 ) -> None:
-    """Adds a value to a repeated field of `NamedTensor`.
+    """Adds values to a repeated field of `NamedTensor`.
 
     Args:
-        request: The request. The value is written directly into it, because a separate message would need a copy.
+        request: The request.
         field: Name of the field.
-        name: Name of the tensor.
-        value: Lists, numbers and arrays are converted to the tensor's type; arrays only if no value changes.
+        values: Values by tensor, see `checked_value`.
         type_of: Returns the element type of a tensor.
-        what: Name of the values in errors; None: the field's name.
-        large: Receives large tensors; None: the request receives them.
+        graph: The graph of the tensors; resolves aliases.
+        what: Name of the values in errors; empty: the field's name.
 
     Raises:
-        InvalidTensorError: The value is not a valid tensor.
+        InvalidTensorError: A value is not a valid tensor.
         FeedDtypeError: An array or blob does not have the tensor's element type.
     """
-    where = f"{what or field}[{name!r}]"
     messages = getattr(request, field)
-    if isinstance(value, blob_values.Blob):
-        number = type_of(name, False)
-        if number and value.number != number:
-            raise FeedDtypeError(f"{where} is a blob of {dtype_name(value.number)}, the tensor is {dtype_name(number)}")
-        messages.add(name=name, value=value.source())
-        return
-    array = array_of(value, type_of(name, may_need_conversion(value)), where)
-    try:
-        if large is not None and large_tensors.is_large(array):
-            large.append(large_tensors.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
-        else:
-            tensor_codec.write_message(messages.add(name=name).value.inline_tensor, array)
-    except ValueError as cause:
-        raise InvalidTensorError(f"{where}: {cause}") from None
+    for key, given in values.items():
+        name = name_of_tensor(key, graph)
+        where = f"{what or field}[{name!r}]"
+        value = checked_value(given, name, type_of, where)
+        if isinstance(value, blob_values.Blob):
+            messages.add(name=name, value=value.source())
+            continue
+        try:
+            # Written directly into the request, because a separate message would need a copy.
+            tensor_codec.write_message(messages.add(name=name).value.inline_tensor, value)
+        except ValueError as cause:
+            raise InvalidTensorError(f"{where}: {cause}") from None
 
 
 def _chosen(value: Any, choices: Mapping[str, _C], what: str) -> _C:

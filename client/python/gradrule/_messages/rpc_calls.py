@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -14,10 +14,10 @@ from gradrule._builder import blob_values
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, sent_bytes
 from gradrule._messages import call_arguments, request_messages
 from gradrule._messages.call_arguments import groups_of, with_flat_xs
+from gradrule._messages.request_encoding import EncodedForward, EncodedRequest, RequestEncoder
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._results import call_results
 from gradrule._results.answers import AnswerReader, labeller
-from gradrule.common import wire_format
 from gradrule.errors import BlobNotFoundError, GradruleWarning, InvalidDerivativeError
 from gradrule.v1 import blob_pb2, evaluate_pb2, program_pb2
 
@@ -39,32 +39,31 @@ class Call(NamedTuple, Generic[R]):
 
     Attributes:
         method: Path of the RPC; with `on_stream` the name of the request's field.
-        request: The request, without the tensors in `large`.
+        request: The request.
         answer: Reads the answer's bytes.
         decode: Makes the result from what `answer` returns.
         blobs: Blobs that the request names, by SHA-256.
         on_stream: Whether it is a request of StreamEvaluate.
-        large: Bytes of the request that follow those of `request`.
         reader: Reads the answer if it may be in shared memory.
         may_share: Whether its tensors may be in shared memory; packed ones may not.
         may_compile: Whether the server may have to compile a program for it.
     """
 
     method: str
-    request: Message
+    request: Message | EncodedRequest | EncodedForward
     answer: Callable[[bytes], Any]
     decode: Callable[[Any], R]
     blobs: Mapping[str, blob_values.Data] = MappingProxyType({})
     on_stream: bool = False
-    large: Sequence[wire_format.Parts] = ()
     reader: AnswerReader | None = None
     may_share: bool = True
     may_compile: bool = False
 
 
 def with_own_arrays(call: Call[R]) -> Call[R]:
-    """Returns the call with copies of its arrays, so that the caller may change them before it is sent."""
-    return call._replace(large=[(b"".join(parts),) for parts in call.large])
+    """Returns a call of Evaluate with copies of its arrays, so that the caller may change them before it is sent."""
+    assert isinstance(call.request, EncodedRequest)
+    return call._replace(request=call.request.with_own_contents())
 
 
 def unary(method: str, request: Message, response: type[M], decode: Callable[[M], R]) -> Call[R]:
@@ -83,21 +82,12 @@ def evaluate(
     """Returns the call of Evaluate for a graph."""
     graph = source.graph
     groups = groups_of(arguments.xs, graph)
-    blobs = blob_values.blobs_in(feeds, arguments.grad_ys)
+    blobs: blob_values.Blobs = {}
     spec, grad_ys = source.spec(with_flat_xs(arguments, graph), blobs)
-    large: list[wire_format.Parts] = []
-    request = request_messages.evaluate_request(
-        feeds,
-        source.type_of,
-        grad_ys=grad_ys,
-        params=params,
-        graph=graph,
-        stacked_grad_ys=stacked_grad_ys,
-        # Tensors to be packed must be in the request.
-        large=large if transfer.packing is None else None,
+    request = RequestEncoder(graph, source.type_of).encode(
+        {"feeds": feeds, "grad_ys": grad_ys}, params, stacked_grad_ys=stacked_grad_ys, packing=transfer.packing
     )
-    transfer.prepare(request)
-    request.spec.CopyFrom(spec)
+    request.set_spec(spec, blobs)
     aliases = call_arguments.given_aliases(graph, arguments)
     details = call_results.ProgramDetails(aliases)
     reader = AnswerReader(labeller(aliases), keep_bfloat16=transfer.keep_wire_dtype)
@@ -106,8 +96,7 @@ def evaluate(
         request,
         reader.read,
         lambda answer: with_warnings(call_results.Result(answer, details, groups)),
-        blobs,
-        large=large,
+        request.blobs,
         reader=reader,
         may_share=transfer.packing is None,
         may_compile=True,
@@ -143,9 +132,9 @@ def explain(
     """Returns the call of CompileProgram that only checks. Feeds, params and arrays are checked here and not sent."""
     blobs: blob_values.Blobs = {}
     spec, grad_ys = request_messages.program_spec(graph, with_flat_xs(arguments, graph), blobs)
-    type_of = request_messages.types_of_graph(graph)
-    call = request_messages.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
-    request_messages.check_call(spec, call, graph)
+    encoder = RequestEncoder(graph, request_messages.types_of_graph(graph))
+    request = encoder.encode({"feeds": feeds, "grad_ys": grad_ys}, params)
+    request_messages.check_call(spec, evaluate_pb2.EvaluateHeader.FromString(request.header), graph)
     aliases = call_arguments.given_aliases(graph, arguments)
     sent = sent_bytes(graph)
     return Call(
@@ -202,14 +191,20 @@ def make_upload(value: Any) -> blob_values.Upload:
 
 
 def evaluate_call(
-    request: evaluate_pb2.EvaluateRequest,
+    request: EncodedRequest,
     decode: Callable[[Any], R],
-    blobs: Mapping[str, blob_values.Data],
-    large: Sequence[wire_format.Parts] = (),
-    answer: Callable[[bytes], Any] = evaluate_pb2.EvaluateResponse.FromString,
+    transfer: Transfer = PLAIN,
 ) -> Call[R]:
-    """Returns a call of Evaluate for a request."""
-    return Call(EVALUATE, request, answer, decode, blobs, large=large, may_compile=True)
+    """Returns a call of Evaluate whose answer is parsed."""
+    return Call(
+        EVALUATE,
+        request,
+        transfer.reader_of(evaluate_pb2.EvaluateResponse),
+        decode,
+        request.blobs,
+        may_share=transfer.packing is None,
+        may_compile=True,
+    )
 
 
 def full_name(collection: str, name: str) -> str:

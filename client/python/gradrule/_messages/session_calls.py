@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,11 +31,10 @@ from gradrule.common import wire_format
 from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import GradruleError, InternalError, InvalidOptimizerError, SessionLostError
 from gradrule.optimizers import Optimizer, OptimizerState
-from gradrule.v1 import evaluate_pb2, session_pb2
+from gradrule.v1 import session_pb2
 from gradrule.v1.tensor_pb2 import Dt
 
 R = TypeVar("R")
-M = TypeVar("M", bound=Message)
 
 METHOD = "/gradrule.v1.SessionService/RunSession"
 
@@ -151,15 +150,15 @@ class SessionBase:
         tensors = call_arguments.names_of(given, self._graph)
         # Results have the names that the caller gave.
         names = [name if isinstance(name, str) else tensor for name, tensor in zip(given, tensors, strict=True)]
-        call = self._call(feeds, params)
         request = session_pb2.StepRequest(
-            feeds=call.feeds,
             loss=loss_name,
             optimizer=optimizer.message(self._steps),
             variables=names_given,
             fetches=[loss_name, *tensors],
-            params=call.params,
         )
+        values = dict(request_messages.pairs(feeds or {}, "feeds"))
+        request_messages.add_named_tensors(request, "feeds", values, self._type_of, self._graph)
+        request_messages.add_params(request, params)
 
         def decode(answer: session_pb2.StepResponse) -> StepResult:
             self._steps = answer.step
@@ -173,7 +172,9 @@ class SessionBase:
             )
 
         blobs = blob_values.blobs_in(feeds)
-        return Call("step", request, self._read_as(session_pb2.StepResponse), decode, blobs, may_compile=True)
+        return Call(
+            "step", request, self._transfer.reader_of(session_pb2.StepResponse), decode, blobs, may_compile=True
+        )
 
     def _trainable(self) -> list[str]:
         """Returns the variables to train; empty if the graph marks none as not trainable."""
@@ -194,20 +195,20 @@ class SessionBase:
     def _jvp(
         self, feeds: Feeds | None, tangents: Feeds, arguments: ProgramArguments, params: CallParams | None
     ) -> Call[derivatives.Tangents]:
-        call = derivatives.jvp(self._source, feeds, tangents, params, arguments)
-        return self._transfer.applied(call)._replace(method=_CALL)
+        call = derivatives.jvp(self._source, feeds, tangents, params, arguments, self._transfer)
+        return call._replace(method=_CALL)
 
     def _jacobian(
         self, feeds: Feeds | None, arguments: ProgramArguments, params: CallParams | None, batched: bool
     ) -> Call[derivatives.Jacobians]:
-        call = derivatives.jacobian(self._source, feeds, params, arguments, batched=batched)
-        return self._transfer.applied(call)._replace(method=_CALL)
+        call = derivatives.jacobian(self._source, feeds, params, arguments, self._transfer, batched=batched)
+        return call._replace(method=_CALL)
 
     def _hvp(
         self, feeds: Feeds | None, vectors: Feeds, arguments: ProgramArguments, params: CallParams | None
     ) -> Call[derivatives.Products]:
-        call = derivatives.hvp(self._source, feeds, vectors, params, arguments)
-        return self._transfer.applied(call)._replace(method=_CALL)
+        call = derivatives.hvp(self._source, feeds, vectors, params, arguments, self._transfer)
+        return call._replace(method=_CALL)
 
     def _forward(self, feeds: Feeds | None, arguments: ProgramArguments, params: CallParams | None) -> Forward:
         graph = self._graph
@@ -228,7 +229,7 @@ class SessionBase:
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
             return ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
 
-        return Call("read", request, self._read_as(session_pb2.ReadResponse), decode)
+        return Call("read", request, self._transfer.reader_of(session_pb2.ReadResponse), decode)
 
     def _assign(self, values: Mapping[Name, Any]) -> Call[None]:
         request = session_pb2.AssignRequest()
@@ -246,7 +247,7 @@ class SessionBase:
                 graph.optimizer_state = _read_state(answer.optimizer_state)
             return graph
 
-        return Call("read", request, self._read_as(session_pb2.ReadResponse), decode)
+        return Call("read", request, self._transfer.reader_of(session_pb2.ReadResponse), decode)
 
     def _saved(self, values: Mapping[str, Array]) -> Graph:
         graph = Graph.from_bytes(graph_sources.graph_bytes(self._graph))
@@ -257,25 +258,10 @@ class SessionBase:
         return graph
 
     def _add_variables(self, request: Message, values: Mapping[Any, Any], what: str) -> None:
-        for key, value in values.items():
-            name = call_arguments.name_of_tensor(key, self._graph)
-            request_messages.add_named_tensor(request, "variables", name, value, self._type_of, what=what)
-
-    def _call(self, feeds: Feeds | None, params: CallParams | None) -> evaluate_pb2.EvaluateRequest:
-        return request_messages.evaluate_request(feeds, self._type_of, params=params, graph=self._graph)
+        request_messages.add_named_tensors(request, "variables", values, self._type_of, self._graph, what)
 
     def _not_uploaded(self, call: Call[Any]) -> blob_values.Blobs:
         return {name: data for name, data in call.blobs.items() if name not in self._uploaded}
-
-    def _read_as(self, kind: type[M]) -> Callable[[bytes], M]:
-        """Returns a function that reads an answer and unpacks its tensors."""
-
-        def read(data: bytes) -> M:
-            message = kind.FromString(data)
-            self._transfer.unpack(message)
-            return message
-
-        return read
 
     def _message(self, call: Call[Any], timeout: float, run_timeout: float | None) -> bytes:
         rest = session_pb2.RunSessionRequest()
@@ -284,10 +270,11 @@ class SessionBase:
             rest.run_timeout.FromNanoseconds(int(run_timeout * 1e9))
         packing = self._transfer.packing
         if packing is not None:
-            # In place: the request may be sent again.
-            self._transfer.pack(call.request)
+            if isinstance(call.request, Message):
+                # In place: the request may be sent again.
+                self._transfer.pack(call.request)
             rest.answer_packing.CopyFrom(packing.message())
-        parts, _ = message_parts(call.request, call.large)
+        parts, _ = message_parts(call.request)
         return b"".join((rest.SerializeToString(), *wire_format.wrapped(_REQUESTS[call.method], parts)))
 
     def _ended(self, call: Call[Any], cause: GradruleError) -> GradruleError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gradrule.errors import InvalidParamError, InvalidTensorError, UnsupportedError
 
@@ -11,10 +12,9 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
-    from gradrule._messages.rpc_calls import Call
     from gradrule.common.tensor_packing import Packing
 
-R = TypeVar("R")
+M = TypeVar("M", bound="Message")
 
 _COMPRESSIONS = (None, "gzip", "zstd")
 _WIRE_DTYPES = (None, "bfloat16")
@@ -86,34 +86,15 @@ class Transfer:
             )
         return self
 
-    def applied(self, call: Call[R]) -> Call[R]:
-        """Returns the call with its tensors packed, and with a request for a packed answer.
+    def reader_of(self, kind: type[M]) -> Callable[[bytes], M]:
+        """Returns a function that reads an answer of a message type, and unpacks its tensors."""
 
-        Args:
-            call: A call whose request is an `EvaluateRequest` or `PullBackRequest` that holds all its tensors.
-        """
-        if self.packing is None:
-            return call
-        request = type(call.request)()
-        request.CopyFrom(call.request)
-        self.prepare(request)
-
-        def answer(data: bytes) -> Any:
-            message = call.answer(data)
+        def read(data: bytes) -> M:
+            message = kind.FromString(data)
             self.unpack(message)
             return message
 
-        return call._replace(request=request, answer=answer)
-
-    def prepare(self, request: Any) -> None:
-        """Packs the tensors of a request and requests a packed answer.
-
-        Args:
-            request: An `EvaluateRequest` or `PullBackRequest`; changed in place.
-        """
-        if self.packing is not None:
-            self.pack(request)
-            request.answer_packing.CopyFrom(self.packing.message())
+        return read
 
     def pack(self, request: Message) -> None:
         """Packs the tensors of a request.

@@ -18,8 +18,7 @@ from google.protobuf.message import DecodeError
 from gradrule._builder.names import bare
 from gradrule.common import fast_paths, tensor_codec, tensor_packing, wire_format
 from gradrule.common.dtypes import dtype_name
-from gradrule.common.large_tensors import MIN_LARGE_BYTES
-from gradrule.common.memory_regions import rounded_to_pages
+from gradrule.common.memory_regions import MIN_LARGE_BYTES, rounded_to_pages
 from gradrule.errors import InternalError, InvalidTensorError
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 

@@ -9,10 +9,10 @@ import time
 from typing import Any
 
 from gradrule._messages.error_status import reached_server
+from gradrule._messages.request_encoding import EncodedForward, EncodedRequest
 from gradrule._messages.rpc_calls import Call
 from gradrule.common import fast_paths
 from gradrule.errors import GradruleError, InvalidParamError
-from gradrule.v1 import evaluate_pb2
 
 # About thirty years. With much longer timeouts, gRPC's clock overflows and calls end at once.
 _LONGEST_S = 1e9
@@ -73,17 +73,15 @@ def limit(call: Call[Any], timeout: Any, default_s: float, compile_s: float) -> 
         return checked_timeout(timeout)
     if not (call.may_compile and compile_s):
         return default_s
-    request = call.request
-    if isinstance(request, evaluate_pb2.ForwardRequest):
-        request = request.evaluate
-    if isinstance(request, evaluate_pb2.EvaluateRequest):
-        request.run_timeout.FromNanoseconds(int(default_s * 1e9))
+    request = call.request.evaluate if isinstance(call.request, EncodedForward) else call.request
+    if isinstance(request, EncodedRequest):
+        request.run_timeout_s = default_s
     return default_s + compile_s
 
 
 def may_resend(call: Call[Any]) -> bool:
     """Returns whether a call that only streams have may go to another stream: not if it names a handle of its own."""
-    return isinstance(call.request, evaluate_pb2.ForwardRequest)
+    return isinstance(call.request, EncodedForward)
 
 
 def remaining_s(ends_at: float) -> float:

@@ -19,9 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import grpc
 
 from gradrule._messages.error_status import AnswerLostError
+from gradrule._messages.request_encoding import EncodedRequest
 from gradrule._messages.rpc_calls import EVALUATE, Call
 from gradrule._results.answers import Answer
-from gradrule.common import large_tensors, wire_format
+from gradrule.common import wire_format
 from gradrule.common.memory_regions import Memory, Region, rounded_to_pages
 from gradrule.errors import GradruleError, SharedMemoryLostError, UnavailableError
 from gradrule.v1 import evaluate_pb2
@@ -45,7 +46,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
 _TRIM_AFTER_S = 30.0
 _MAX_MESSAGE_BYTES = 4096
 _ACCEPTED = b"\x00"
-_USE = evaluate_pb2.EvaluateRequest.SHARED_MEMORY_FIELD_NUMBER
 # After these codes the server has finished the call. After all others an engine may still write its answer.
 _CODES_OF_ENDED_CALLS = frozenset(
     {
@@ -199,39 +199,37 @@ class SharedMemory:
             self.refusal = str(cause)
         _log.debug("no memory is shared with the server: %s; tensors are sent inline", cause)
 
-    def place(self, call: Call[R], parts: wire_format.Parts) -> SharedCall[R] | None:
-        """Copies large tensors of a request into the memory; returns None if they do not fit."""
+    def place(self, call: Call[R]) -> SharedCall[R] | None:
+        """Copies large tensors of a call of Evaluate into the memory; returns None if they do not fit."""
         attached = self._attached
         if attached is None:
             return None
         memory = attached.memory
-        tensors = list(large_tensors.tensors_in(parts))
-        request_bytes = sum(len(tensor.content) for tensor in tensors)
-        request = memory.reserve(sum(rounded_to_pages(len(tensor.content)) for tensor in tensors)) if tensors else None
+        assert isinstance(call.request, EncodedRequest)
+        contents = call.request.sharable_contents()
+        sizes = [len(content) for content in contents.values()]
+        request = memory.reserve(sum(map(rounded_to_pages, sizes))) if contents else None
         answer_bytes = self._answer_bytes(call)
-        if not (tensors or answer_bytes):
+        if not (contents or answer_bytes):
             return None
-        answer_region = memory.reserve(answer_bytes) if answer_bytes and (request is not None or not tensors) else None
-        if (tensors and request is None) or (answer_bytes and answer_region is None):
+        answer_region = memory.reserve(answer_bytes) if answer_bytes and (request is not None or not contents) else None
+        if (contents and request is None) or (answer_bytes and answer_region is None):
             self._grow(attached)
             return None
-        written, position, start = list[wire_format.Part](), 0, 0
-        for tensor in tensors:
+        offsets, start = dict[int, int](), 0
+        for index, content in contents.items():
             assert request is not None
-            request.write(start, tensor.content)
-            written += parts[position : tensor.place]
-            written.append(tensor.shared(request.offset + start))
-            position = tensor.place + 2
-            start += rounded_to_pages(len(tensor.content))
-        written += parts[position:]
-        use = evaluate_pb2.SharedMemoryUse(memory=attached.name, request_bytes=request_bytes)
+            request.write(start, content)
+            offsets[index] = request.offset + start
+            start += rounded_to_pages(len(content))
+        use = evaluate_pb2.SharedMemoryUse(memory=attached.name, request_bytes=sum(sizes))
         if answer_region is not None:
             use.answer_offset, use.answer_bytes = answer_region.offset, answer_region.size
-        written += wire_format.wrapped(_USE, [use.SerializeToString()])
+        parts = call.request.parts_in_memory(use, offsets)
         self._used_at = time.monotonic()
         self._trim_later()
         regions = tuple(region for region in (request, answer_region) if region is not None)
-        return SharedCall(self._with_region(call, answer_region), written, attached, regions)
+        return SharedCall(self._with_region(call, answer_region), parts, attached, regions)
 
     def end(self, shared: SharedCall[Any], failure: BaseException | None = None) -> None:
         """Records that a call has ended. Memory that an engine may still write to is not used again."""

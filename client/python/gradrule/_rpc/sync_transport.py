@@ -201,7 +201,7 @@ class Pipeline(Generic[R]):
 
 
 def _start(sender: CallSender, call: Call[R], seconds: float) -> _Started[R]:
-    parts, size = message_parts(call.request, call.large)
+    parts, size = message_parts(call.request)
     due = time.monotonic() + seconds
     if sender._routes.must_chunk(size) or sender._may_stream(size):
         try:

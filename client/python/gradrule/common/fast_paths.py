@@ -11,7 +11,6 @@ VARIABLE = "GRADRULE_DISABLED_FAST_PATHS"
 
 FAST_PATHS = {
     "streams": "client: repeated calls share one stream",
-    "request-heads": "client: the bytes before a tensor's content are written once for each type and shape",
     "answer-layouts": "client: answers are read by the layout of the previous answer",
     "known-calls": "front end: a call with the header of an earlier call is not parsed",
     "batching": "front end: calls of one program run together",

@@ -16,6 +16,8 @@ import numpy as np
 from gradrule.common import tensor_codec
 
 PAGE = mmap.PAGESIZE
+MIN_LARGE_BYTES = 64 * 1024
+"""Size in bytes from which a tensor may lie in shared memory."""
 
 
 def rounded_to_pages(size: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 import ml_dtypes
@@ -25,6 +26,8 @@ _QUANTISED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32", "qint16": "
 _MAX_STRETCHED_BYTES = 64 * 1024 * 1024
 _OPAQUE = {Dt.DT_RESOURCE, Dt.DT_VARIANT}
 _NARROW_INTS = {Dt.DT_INT4, Dt.DT_UINT4, Dt.DT_INT2, Dt.DT_UINT2}
+# Messages list the elements of these types one by one.
+_LISTED_TYPES = {*_NARROW_INTS, Dt.DT_STRING}
 
 
 class RaggedError(ValueError):
@@ -129,11 +132,17 @@ def numpy_dtype(number: int) -> np.dtype[Any]:
 
 def number_of_array(array: Array) -> int:
     """Returns the element type of an array, DT_STRING for all strings. Raises `ValueError` if there is none."""
-    if array.dtype.kind in "SUOT":
+    return number_of_dtype(array.dtype)
+
+
+@lru_cache(256)
+def number_of_dtype(dtype: np.dtype[Any]) -> int:
+    """Returns the element type of arrays with a dtype, as `number_of_array` does."""
+    if dtype.kind in "SUOT":
         return Dt.DT_STRING
-    number = _BY_DTYPE.get(array.dtype.newbyteorder("="))
+    number = _BY_DTYPE.get(dtype.newbyteorder("="))
     if number is None:
-        raise ValueError(f"NumPy's {array.dtype} is no element type of TensorFlow's")
+        raise ValueError(f"NumPy's {dtype} is no element type of TensorFlow's")
     return number
 
 
@@ -179,8 +188,12 @@ def _write(message: Tensor, values: Array, number: int) -> None:
 
 def has_plain_bytes(array: Array) -> bool:
     """Returns whether messages hold the array's bytes: its elements are numbers of at least one byte."""
-    number = number_of_array(array)
-    return number != Dt.DT_STRING and number not in _NARROW_INTS
+    return is_plain(number_of_array(array))
+
+
+def is_plain(number: int) -> bool:
+    """Returns whether elements of a type (`Dt`) are numbers of at least one byte."""
+    return number not in _LISTED_TYPES
 
 
 def content_of(array: Array) -> memoryview:

@@ -47,10 +47,16 @@ class Packing:
 
 
 class Packed(NamedTuple):
-    """Holds the bytes of a packed `Tensor` message in two parts: the head and the content."""
+    """Holds a packed tensor: its message without the content, and the content."""
 
-    head: bytes
+    message: PackedTensor
     content: wire_format.Part
+
+    @property
+    def head(self) -> bytes:
+        """The bytes of a `Tensor` message before the content."""
+        head = self.message.SerializeToString() + wire_format.prefix(_CONTENT, len(self.content))
+        return wire_format.prefix(_PACKED, len(head) + len(self.content)) + head
 
 
 def packing_of(message: tensor_pb2.Packing) -> Packing | None:
@@ -95,8 +101,7 @@ def pack(number: int, array: tensor_codec.Array, packing: Packing) -> Packed | N
             message.compression, content = COMPRESSION_ZSTD, memoryview(compressed)
     if not (message.compression or message.content_dtype):
         return None
-    head = message.SerializeToString() + wire_format.prefix(_CONTENT, len(content))
-    return Packed(wire_format.prefix(_PACKED, len(head) + len(content)) + head, content)
+    return Packed(message, content)
 
 
 def pack_feeds(request: Message, packing: Packing) -> None:
@@ -107,7 +112,7 @@ def pack_feeds(request: Message, packing: Packing) -> None:
                 tensor = item.value.inline_tensor
                 packed = pack(tensor.dtype, tensor_codec.to_numpy(tensor), packing)
                 if packed is not None:
-                    tensor.ParseFromString(b"".join(packed))
+                    tensor.ParseFromString(packed.head + bytes(packed.content))
 
 
 def unpack_all(message: Message, *, keep_bfloat16: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 Part: TypeAlias = "bytes | memoryview"
@@ -28,6 +29,7 @@ def wrapped(field: int, parts: Parts) -> Parts:
     return prefix(field, length(parts)), *parts
 
 
+@lru_cache(4096)
 def prefix(field: int, size: int) -> bytes:
     """Returns the tag and length that precede a length-delimited field of `size` bytes."""
     return varint(field << 3 | LENGTH_DELIMITED) + varint(size)

@@ -17,6 +17,8 @@ from gradrule.v1 import evaluate_pb2
 
 _PROGRAM = evaluate_pb2.EvaluateRequest.PROGRAM_FIELD_NUMBER
 _SPEC = evaluate_pb2.EvaluateRequest.SPEC_FIELD_NUMBER
+_HEADER = evaluate_pb2.EvaluateRequest.HEADER_FIELD_NUMBER
+_HEADER_PROGRAM = evaluate_pb2.EvaluateHeader.PROGRAM_FIELD_NUMBER
 
 
 def program_key(request: bytes) -> str:
@@ -26,7 +28,10 @@ def program_key(request: bytes) -> str:
     """
     try:
         for number, start, end in wire_format.fields(request, 0, len(request)):
-            if number in (_PROGRAM, _SPEC):
+            if number == _HEADER:
+                inner = wire_format.fields(request, start, end)
+                start, end = next((found[1:] for found in inner if found[0] == _HEADER_PROGRAM), (end, end))
+            if number in (_HEADER, _PROGRAM, _SPEC) and start < end:
                 return hashlib.sha256(memoryview(request)[start:end]).hexdigest()[:32]
     except wire_format.MalformedError:
         # The server says what is wrong.

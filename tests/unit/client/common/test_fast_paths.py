@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from gradrule._messages.program_calls import ProgramEncoder
 from gradrule._results.answers import AnswerReader
 from gradrule._rpc.call_routes import Routes
 from gradrule.common import fast_paths
-from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
+from gradrule.v1 import evaluate_pb2
 
 
 def test_names_are_read_from_a_list() -> None:
@@ -22,18 +20,16 @@ def test_names_are_read_from_a_list() -> None:
 
 def test_the_environment_variable_turns_the_clients_paths_off(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = evaluate_pb2.EvaluateResponse(device="CPU:0").SerializeToString()
-    program = program_pb2.Program(inputs=[tensor_pb2.TensorSpec(name="x")])
 
-    def kept() -> tuple[bool, bool, bool]:
-        routes, reader, encoder = Routes(use_stream=True), AnswerReader(str), ProgramEncoder(program)
-        encoder.encode({"x": np.ones(3, np.float32)})
+    def kept() -> tuple[bool, bool]:
+        routes, reader = Routes(use_stream=True), AnswerReader(str)
         reader.read(answer)
         streams = any(routes.may_stream(100, 0, is_open=True) for _ in range(9))
-        return streams, reader._last is not None, bool(encoder._heads)
+        return streams, reader._last is not None
 
     monkeypatch.delenv(fast_paths.VARIABLE, raising=False)
-    assert kept() == (True, True, True)
-    monkeypatch.setenv(fast_paths.VARIABLE, "streams, answer-layouts")
-    assert kept() == (False, False, True)
+    assert kept() == (True, True)
+    monkeypatch.setenv(fast_paths.VARIABLE, "streams")
+    assert kept() == (False, True)
     monkeypatch.setenv(fast_paths.VARIABLE, "all")
-    assert kept() == (False, False, False)
+    assert kept() == (False, False)

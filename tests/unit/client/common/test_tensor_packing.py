@@ -20,7 +20,7 @@ BFLOAT16 = tensor_packing.Packing(bfloat16=True)
 
 def packed(array: np.ndarray[Any, Any], packing: tensor_packing.Packing) -> tensor_pb2.PackedTensor | None:
     found = tensor_packing.pack(tensor_codec.number_of_array(array), array, packing)
-    return None if found is None else tensor_pb2.Tensor.FromString(b"".join(found)).packed
+    return None if found is None else tensor_pb2.Tensor.FromString(found.head + found.content).packed
 
 
 def bits(*values: int) -> np.ndarray[Any, Any]:

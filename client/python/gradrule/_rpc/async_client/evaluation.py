@@ -264,7 +264,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             (), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites
         )
         return await self._run(
-            self._transfer.applied(derivatives.jvp(sent_graph(graph), feeds, tangents, params, arguments)), timeout
+            derivatives.jvp(sent_graph(graph), feeds, tangents, params, arguments, self._transfer), timeout
         )
 
     async def jacobian(
@@ -313,8 +313,8 @@ class AsyncEvaluationMethods(AsyncClientBase):
         arguments = ProgramArguments(
             (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        call = derivatives.jacobian(sent_graph(graph), feeds, params, arguments, batched=batched)
-        return await self._run(self._transfer.applied(call), timeout)
+        call = derivatives.jacobian(sent_graph(graph), feeds, params, arguments, self._transfer, batched=batched)
+        return await self._run(call, timeout)
 
     async def hvp(
         self,
@@ -364,5 +364,5 @@ class AsyncEvaluationMethods(AsyncClientBase):
             (), ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
         return await self._run(
-            self._transfer.applied(derivatives.hvp(sent_graph(graph), feeds, vectors, params, arguments)), timeout
+            derivatives.hvp(sent_graph(graph), feeds, vectors, params, arguments, self._transfer), timeout
         )

@@ -339,8 +339,8 @@ class AsyncProgram(ProgramBase):
         Raises:
             GradruleError: As in `AsyncClient.jvp`.
         """
-        call = derivatives.program_jvp(self._message, feeds, tangents, params)
-        return await self._client._run(self._client._transfer.applied(call), timeout)
+        call = derivatives.program_jvp(self, feeds, tangents, params, self._client._transfer)
+        return await self._client._run(call, timeout)
 
     async def jacobian(
         self,
@@ -364,8 +364,8 @@ class AsyncProgram(ProgramBase):
         Raises:
             GradruleError: As in `AsyncClient.jacobian`.
         """
-        call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        return await self._client._run(self._client._transfer.applied(call), timeout)
+        call = derivatives.program_jacobian(self, feeds, params, self._client._transfer, batched=batched)
+        return await self._client._run(call, timeout)
 
     async def hvp(
         self,
@@ -395,9 +395,9 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.hvp`.
         """
         call = derivatives.program_hvp(
-            self._message, feeds, vectors, grad_ys, params, self._groups, every_order=every_order
+            self, feeds, vectors, grad_ys, params, self._client._transfer, every_order=every_order
         )
-        return await self._client._run(self._client._transfer.applied(call), timeout)
+        return await self._client._run(call, timeout)
 
     async def delete(self, *, timeout: float | None = None) -> None:
         """Deletes the program from the server.

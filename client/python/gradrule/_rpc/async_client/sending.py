@@ -65,7 +65,7 @@ class AsyncCallSender:
 
     async def send(self, call: rpc_calls.Call[R], seconds: float) -> R:
         """Sends a call and returns its answer, decoded. Raises what the call failed with."""
-        parts, size = message_parts(call.request, call.large)
+        parts, size = message_parts(call.request)
         if call.on_stream:
             # A handle is lost with its stream, so only calls that need none are sent again.
             is_resent = call_routes.may_resend(call)
@@ -94,7 +94,7 @@ class AsyncCallSender:
             else:
                 # The server may answer slowly; other calls continue meanwhile.
                 await run_in_thread(memory.open, call, size, offer, call_routes.remaining_s(ends_at))
-        shared = memory.place(call, parts)
+        shared = memory.place(call)
         if shared is not None:
             try:
                 answer = await self._send_once(shared.call, shared.parts, call_routes.remaining_s(ends_at))

@@ -265,7 +265,7 @@ class EvaluationMethods(ClientBase):
             (), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites
         )
         return self._run(
-            self._transfer.applied(derivatives.jvp(sent_graph(graph), feeds, tangents, params, arguments)), timeout
+            derivatives.jvp(sent_graph(graph), feeds, tangents, params, arguments, self._transfer), timeout
         )
 
     def jacobian(
@@ -314,8 +314,8 @@ class EvaluationMethods(ClientBase):
         arguments = ProgramArguments(
             (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        call = derivatives.jacobian(sent_graph(graph), feeds, params, arguments, batched=batched)
-        return self._run(self._transfer.applied(call), timeout)
+        call = derivatives.jacobian(sent_graph(graph), feeds, params, arguments, self._transfer, batched=batched)
+        return self._run(call, timeout)
 
     def hvp(
         self,
@@ -364,6 +364,4 @@ class EvaluationMethods(ClientBase):
         arguments = ProgramArguments(
             (), ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return self._run(
-            self._transfer.applied(derivatives.hvp(sent_graph(graph), feeds, vectors, params, arguments)), timeout
-        )
+        return self._run(derivatives.hvp(sent_graph(graph), feeds, vectors, params, arguments, self._transfer), timeout)

@@ -338,8 +338,8 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.jvp`.
         """
-        call = derivatives.program_jvp(self._message, feeds, tangents, params)
-        return self._client._run(self._client._transfer.applied(call), timeout)
+        call = derivatives.program_jvp(self, feeds, tangents, params, self._client._transfer)
+        return self._client._run(call, timeout)
 
     def jacobian(
         self,
@@ -363,8 +363,8 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.jacobian`.
         """
-        call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        return self._client._run(self._client._transfer.applied(call), timeout)
+        call = derivatives.program_jacobian(self, feeds, params, self._client._transfer, batched=batched)
+        return self._client._run(call, timeout)
 
     def hvp(
         self,
@@ -394,9 +394,9 @@ class Program(ProgramBase):
             GradruleError: As in `Client.hvp`.
         """
         call = derivatives.program_hvp(
-            self._message, feeds, vectors, grad_ys, params, self._groups, every_order=every_order
+            self, feeds, vectors, grad_ys, params, self._client._transfer, every_order=every_order
         )
-        return self._client._run(self._client._transfer.applied(call), timeout)
+        return self._client._run(call, timeout)
 
     def delete(self, *, timeout: float | None = None) -> None:
         """Deletes the program from the server.
