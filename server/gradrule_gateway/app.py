@@ -208,9 +208,8 @@ class Gateway:
                 await self._converters.close_types(share.caller, route, decoded, types)
             size = message.ByteSize()
             share.take(size)
-            return await self._upstream.unary(
-                route.grpc_path, message.SerializeToString(), metadata, deadline.remaining_s()
-            )
+            request = conversion.encode_request(message)
+            return await self._upstream.unary(route.grpc_path, request, metadata, deadline.remaining_s())
         except Problem as problem:
             if not kept or problem.reason != "FEED_DTYPE":
                 raise

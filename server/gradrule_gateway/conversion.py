@@ -12,6 +12,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from gradrule.common import wire_format
 from gradrule.v1 import admin_pb2, blob_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_gateway import decoding, encoding, json_text, tensors
@@ -26,6 +27,9 @@ _INTEGERS = (Dt.DT_INT64, Dt.DT_UINT64)
 
 # The tensors of a program that the values of an EvaluateRequest's field are for.
 _TENSORS_OF_FIELD = {"feeds": "inputs", "grad_ys": "ys", "tangents": "xs", "vectors": "xs"}
+
+_HEADER = evaluate_pb2.EvaluateRequest.HEADER_FIELD_NUMBER
+_CONTENTS = evaluate_pb2.EvaluateRequest.CONTENTS_FIELD_NUMBER
 
 Types = Mapping[str, Mapping[str, int]]
 """Element types of a program's tensors, by name, for each of `inputs`, `ys` and `xs`."""
@@ -49,6 +53,38 @@ class DecodedRequest:
             number = types.get(_TENSORS_OF_FIELD[field_name], {}).get(named.name.removesuffix(":0"))
             tensors.set_dtype(named.value.inline_tensor, number, path)
         self.open = []
+
+
+def encode_request(message: Any) -> bytes:
+    """Returns the bytes of a request; those of a call of a compiled program are a header and contents.
+
+    Equal calls have equal headers, by which the server finds what it knows about them.
+    """
+    if not isinstance(message, evaluate_pb2.EvaluateRequest) or not _fits_header(message):
+        found: bytes = message.SerializeToString()
+        return found
+    others = {field.name: value for field, value in message.ListFields() if field.name not in _TENSORS_OF_FIELD}
+    header = evaluate_pb2.EvaluateHeader(**others)
+    contents: list[bytes] = []
+    for name in _TENSORS_OF_FIELD:
+        for item in getattr(message, name):
+            tensor = item.value.inline_tensor
+            sizes = [dim.size for dim in tensor.tensor_shape.dim]
+            content = tensor.tensor_content
+            # Strings, and numbers that the body lists in protobuf's form.
+            is_listed = not content or tensor.tensor_shape.unknown_rank
+            getattr(header, name).add(name=item.name, dtype=tensor.dtype, shape=sizes, content_is_tensor=is_listed)
+            content = tensor.SerializeToString() if is_listed else content
+            contents += (wire_format.prefix(_CONTENTS, len(content)), content)
+    data = header.SerializeToString(deterministic=True)
+    return b"".join((wire_format.prefix(_HEADER, len(data)), data, *contents))
+
+
+def _fits_header(call: evaluate_pb2.EvaluateRequest) -> bool:
+    """Returns whether a call names a compiled program and holds its tensors, unpacked."""
+    tensors = [item.value for name in _TENSORS_OF_FIELD for item in getattr(call, name)]
+    is_inline = all(each.HasField("inline_tensor") and not each.inline_tensor.HasField("packed") for each in tensors)
+    return bool(call.program) and is_inline and not (call.header or call.contents or call.HasField("shared_memory"))
 
 
 @cache

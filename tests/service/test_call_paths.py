@@ -8,16 +8,20 @@ import os
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import gradrule as gr
 from gradrule.common.fast_paths import VARIABLE, disabled_paths
+from gradrule.v1 import evaluate_pb2, tensor_pb2
+from tests.e2e.pages import GUIDE, read_example
 from tests.node_client import run_node
-from tests.service import loop_graphs
+from tests.service import loop_graphs, raw
 from tests.service.answers import refused
 from tests.service.gateways import running_gateway
 from tests.service.servers import RunningServer, free_port, running_server
@@ -157,6 +161,36 @@ def test_calls_through_the_gateway_are_recognised(counting: CountingServer) -> N
 
             grown = counting.grown(send, CALLS)
             assert (grown["general"], grown["known"]) == (1, CALLS - 1)
+
+
+def test_calls_of_generated_clients_are_recognised(counting: CountingServer) -> None:
+    """In the plain form, and with a header as in docs/guide/other-languages.md."""
+    with gr.connect(counting.server.target) as client:
+        g = gr.Graph()
+        x = g.placeholder("x", "float32", [None, 3])
+        program = client.compile(g, fetches=g.op_output("Sign", x, name="y"), name="signs")
+        batches = [np.full((2, 3), number, np.float32) for number in range(CALLS)]
+        found: list[bytes] = []
+
+        def send(request: evaluate_pb2.EvaluateRequest, timeout: float) -> evaluate_pb2.EvaluateResponse:
+            answer = raw.send(channel, "GradientService/Evaluate", request.SerializeToString())
+            message = evaluate_pb2.EvaluateResponse.FromString(answer)
+            found.append(message.outputs[0].value.inline_tensor.tensor_content)
+            return message
+
+        def send_plain() -> None:
+            for x in batches:
+                send(evaluate_pb2.EvaluateRequest(program=program.name, feeds=raw.feeds({"x": raw.tensor(x)})), 30)
+
+        names = {"evaluate_pb2": evaluate_pb2, "tensor_pb2": tensor_pb2, "batches": batches}
+        example = compile(read_example(GUIDE / "other-languages.md", "header"), "header", "exec")
+        with grpc.insecure_channel(counting.server.target) as channel:
+            plain = counting.grown(send_plain, CALLS)
+            with_header = counting.grown(lambda: exec(example, names | {"stub": SimpleNamespace(Evaluate=send)}), CALLS)
+        assert (plain["general"], plain["known"]) == (1, CALLS - 1)
+        # The plain form of the same call was known.
+        assert (with_header["general"], with_header["known"]) == (0, CALLS)
+        assert found == 2 * [np.sign(x).tobytes() for x in batches]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])

@@ -21,6 +21,7 @@ import { EvaluateStream, CallRouting, STREAM_PATH } from "./stream.js";
 import type { Outcome } from "./stream.js";
 import { checkOptions } from "./values.js";
 import type { OptionNames } from "./values.js";
+import { withHeader } from "./wire.js";
 
 export interface ConnectOptions {
   /** The result of `tls(…)`, or credentials of `@grpc/grpc-js`. Default: no TLS. */
@@ -205,7 +206,7 @@ export class Channel {
     if (this.closed) throw createError("UNAVAILABLE", "The client is closed.");
     if (signal?.aborted) throw createError("CANCELLED", "The signal is aborted.");
     if (this.compileTimeout && options.timeout === undefined) message.runTimeout = durationFromMs(this.timeout * 1000);
-    const bytes = toBinary(EvaluateRequestSchema, message);
+    const bytes = toBinary(EvaluateRequestSchema, withHeader(message));
     if (this.routing.mustChunk(bytes.length)) return this.evaluateInChunks(bytes, deadline, signal);
     if (this.routing.mayStream(bytes.length, this.stream)) {
       const outcome = await this.stream.run(bytes, deadline, signal);

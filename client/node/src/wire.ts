@@ -1,11 +1,13 @@
 // Converts tensors to and from protobuf messages.
 
-import { create } from "@bufbuild/protobuf";
+import { create, toBinary } from "@bufbuild/protobuf";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 
 import { LAYOUTS, dtypeNumber, dtypeFromNumber } from "./dtypes.js";
 import type { DType, DataOf, NumericDType } from "./dtypes.js";
 import { invalidTensor } from "./errors.js";
+import { EvaluateHeaderSchema, EvaluateRequestSchema } from "./gen/gradrule/v1/evaluate_pb.js";
+import type { EvaluateRequest, TensorHeaderSchema } from "./gen/gradrule/v1/evaluate_pb.js";
 import { Dt, TensorSchema, TensorShapeSchema } from "./gen/gradrule/v1/tensor_pb.js";
 import type {
   NamedTensor,
@@ -151,6 +153,38 @@ function repeatLastValue<T>(given: readonly T[], shape: readonly number[], parts
 /** Converts a tensor and its name to a message. */
 export function namedTensor(name: string, value: Tensor): MessageInitShape<typeof NamedTensorSchema> {
   return { name, value: { source: { case: "inlineTensor", value: tensorMessage(value) } } };
+}
+
+/** Returns a call of a compiled program as a header, which equal calls have in common, and the contents of its tensors. */
+export function withHeader(request: EvaluateRequest): EvaluateRequest {
+  if (request.target.case !== "program") return request;
+  const contents: Uint8Array[] = [];
+  const header = create(EvaluateHeaderSchema, {
+    program: request.target.value,
+    feeds: request.feeds.map((item) => tensorHeader(item, contents)),
+    gradYs: request.gradYs.map((item) => tensorHeader(item, contents)),
+    params: request.params,
+    ...(request.answerPacking && { answerPacking: request.answerPacking }),
+    ...(request.runTimeout && { runTimeout: request.runTimeout }),
+  });
+  return create(EvaluateRequestSchema, { header: toBinary(EvaluateHeaderSchema, header), contents });
+}
+
+/** Returns a tensor without its elements, which are added to `contents`. */
+function tensorHeader(
+  { name, value }: NamedTensor,
+  contents: Uint8Array[],
+): MessageInitShape<typeof TensorHeaderSchema> {
+  const message = value!.source.value as TensorMessage;
+  const { packed, dtype, tensorShape, tensorContent } = message;
+  const shape = (packed ? packed.shape : tensorShape)!.dim.map(({ size }) => size);
+  if (packed) {
+    contents.push(packed.content);
+    return { name, dtype: packed.dtype, shape, compression: packed.compression, contentDtype: packed.contentDtype };
+  }
+  const contentIsTensor = dtype === Dt.STRING;
+  contents.push(contentIsTensor ? toBinary(TensorSchema, message) : tensorContent);
+  return { name, dtype, shape, contentIsTensor };
 }
 
 /** Reads a named tensor; null if it has no value. */

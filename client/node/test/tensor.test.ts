@@ -2,11 +2,13 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
+import { durationFromMs } from "@bufbuild/protobuf/wkt";
 
-import { Dt, TensorSchema, TensorShapeSchema } from "../src/gen/gradrule/v1/tensor_pb.js";
+import { EvaluateHeaderSchema, EvaluateRequestSchema } from "../src/gen/gradrule/v1/evaluate_pb.js";
+import { Compression, Dt, TensorSchema, TensorShapeSchema } from "../src/gen/gradrule/v1/tensor_pb.js";
 import { Tensor, errors, tensor } from "../src/index.js";
 import type { DType, TensorLike } from "../src/index.js";
-import { shapeMessage, readShape, swapBytes, tensorMessage, readTensor } from "../src/wire.js";
+import { namedTensor, shapeMessage, readShape, swapBytes, tensorMessage, readTensor, withHeader } from "../src/wire.js";
 
 const bytes = (value: Tensor): string => Buffer.from(tensorMessage(value).tensorContent).toString("hex");
 
@@ -164,4 +166,52 @@ test("shapes with unknown dimensions and rank", () => {
 
 test("entries of a big-endian host are turned round", () => {
   assert.deepEqual([...swapBytes(new Uint8Array([1, 2, 3, 4, 5, 6, 7, 8]), 4)], [4, 3, 2, 1, 8, 7, 6, 5]);
+});
+
+test("a call of a compiled program is a header, equal for equal calls, and the contents of its tensors", () => {
+  const packed = { dtype: Dt.FLOAT, shape: shapeMessage([2]), contentDtype: Dt.BFLOAT16, content: new Uint8Array(4) };
+  const call = (x: number) =>
+    create(EvaluateRequestSchema, {
+      target: { case: "program", value: "programs/p" },
+      feeds: [
+        namedTensor("x", tensor([[x, 2]])),
+        namedTensor("s", tensor(["a", ""])),
+        namedTensor("empty", tensor([], { dtype: "int16", shape: [0, 3] })),
+      ],
+      gradYs: [{ name: "y", value: { source: { case: "inlineTensor", value: create(TensorSchema, { packed }) } } }],
+      params: { L: { values: { a: { value: { case: "number", value: 2 } } } } },
+      answerPacking: { compression: Compression.ZSTD },
+      runTimeout: durationFromMs(30_000),
+    });
+  const { target, feeds, header, contents } = withHeader(call(1));
+  assert.equal(target.case, undefined);
+  assert.equal(feeds.length, 0);
+  assert.deepEqual(withHeader(call(3)).header, header);
+  const strings = toBinary(TensorSchema, tensorMessage(tensor(["a", ""])));
+  assert.deepEqual(
+    contents.map((content) => Buffer.from(content).toString("hex")),
+    ["0000803f00000040", Buffer.from(strings).toString("hex"), "", "00000000"],
+  );
+  const found = fromBinary(EvaluateHeaderSchema, header);
+  assert.equal(found.program, "programs/p");
+  assert.deepEqual(
+    [...found.feeds, ...found.gradYs].map(({ name, dtype, shape, contentIsTensor, compression, contentDtype }) => [
+      name,
+      dtype,
+      shape.map(Number),
+      contentIsTensor,
+      compression,
+      contentDtype,
+    ]),
+    [
+      ["x", Dt.FLOAT, [1, 2], false, 0, 0],
+      ["s", Dt.STRING, [2], true, 0, 0],
+      ["empty", Dt.INT16, [0, 3], false, 0, 0],
+      ["y", Dt.FLOAT, [2], false, 0, Dt.BFLOAT16],
+    ],
+  );
+  const { params, answerPacking, runTimeout } = call(1);
+  assert.deepEqual([found.params, found.answerPacking, found.runTimeout], [params, answerPacking, runTimeout]);
+  const inline = create(EvaluateRequestSchema, { target: { case: "spec", value: {} } });
+  assert.equal(withHeader(inline), inline);
 });

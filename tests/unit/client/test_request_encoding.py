@@ -47,12 +47,6 @@ def encoder() -> RequestEncoder:
     return encoder_of(program())
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "header"])
-def sends_headers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(request_encoding, "_SENDS_HEADERS", request.param)
-    return bool(request.param)
-
-
 def expected(tensors: Mapping[str, Mapping[str, Any]], **fields: Any) -> evaluate_pb2.EvaluateRequest:
     """Returns the message of a call, written with protobuf only; arrays have their tensors' types."""
     message = evaluate_pb2.EvaluateRequest(program="programs/p", **fields)
@@ -91,31 +85,27 @@ def expected(tensors: Mapping[str, Mapping[str, Any]], **fields: Any) -> evaluat
     ],
     ids=str,
 )
-def test_a_request_says_what_its_message_would(
-    encoder: RequestEncoder, feeds: Any, arrays: Any, sends_headers: bool
-) -> None:
+def test_a_request_says_what_its_message_would(encoder: RequestEncoder, feeds: Any, arrays: Any) -> None:
     message = expected({"feeds": feeds if arrays is None else arrays})
     for _ in range(3):
         request = encoder.encode({"feeds": feeds})
         assert plain(request) == message
-        found = sent(request)
-        assert found.HasField("program") != sends_headers
-        assert (translated(found) if sends_headers else found) == message
+        assert translated(sent(request)) == message
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES.values() if name not in OTHER_TYPES])
 @pytest.mark.parametrize("size", [0, 3, MIN_LARGE_BYTES])
-def test_every_dtype_arrives(name: str, size: int, sends_headers: bool) -> None:
+def test_every_dtype_arrives(name: str, size: int) -> None:
     values = np.arange(size) % 2
     number = tensor_codec.dtype_number(name)
     array = values.astype(str).astype(object) if name == "string" else values.astype(tensor_codec.numpy_dtype(number))
     spec = tensor_pb2.TensorSpec(name="x", dtype=as_dt(number))
     request = encoder_of(program_pb2.Program(name="programs/p", inputs=[spec])).encode({"feeds": {"x": array}})
     found = sent(request)
-    assert (translated(found) if sends_headers else found) == expected({"feeds": {"x": array}})
+    assert translated(found) == expected({"feeds": {"x": array}})
 
 
-def test_all_other_fields_arrive(encoder: RequestEncoder, sends_headers: bool) -> None:
+def test_all_other_fields_arrive(encoder: RequestEncoder) -> None:
     x, y = np.float32([1]), np.float32([1, 2])
     tensors = {"feeds": {"x": x}, "grad_ys": {"y": y}, "tangents": {"x": 2 * x}, "vectors": {"x": 3 * x}}
     kind = evaluate_pb2.DERIVATIVE_HVP
@@ -127,32 +117,32 @@ def test_all_other_fields_arrive(encoder: RequestEncoder, sends_headers: bool) -
     message.params["ste"].values["a"].number = 2
     message.run_timeout.FromMilliseconds(1500)
     found = sent(request)
-    assert (translated(found) if sends_headers else found) == message
+    assert translated(found) == message
 
 
 @pytest.mark.parametrize("packing", [Packing(zstd=True), Packing(bfloat16=True), Packing(zstd=True, bfloat16=True)])
-def test_packed_tensors_arrive(encoder: RequestEncoder, packing: Packing, sends_headers: bool) -> None:
+def test_packed_tensors_arrive(encoder: RequestEncoder, packing: Packing) -> None:
     arrays = {"x": np.ones((30, 40), np.float32), "i": np.arange(3), "s": np.array([b"a"], object)}
     found = sent(encoder.encode({"feeds": arrays}, packing=packing))
-    found = translated(found) if sends_headers else found
+    found = translated(found)
     assert [feed.value.inline_tensor.HasField("packed") for feed in found.feeds] == [True, False, False]
     assert found.answer_packing == packing.message()
     unpack_all(found, keep_bfloat16=False)
     assert found == expected({"feeds": arrays}, answer_packing=packing.message())
 
 
-def test_blobs_are_named_and_returned(encoder: RequestEncoder, sends_headers: bool) -> None:
+def test_blobs_are_named_and_returned(encoder: RequestEncoder) -> None:
     x, y = gr.Blob(np.float32([1, 2])), gr.Blob(np.float32([3]))
     request = encoder.encode({"feeds": {"x": x, "i": [1]}, "grad_ys": {"y": y}})
     assert set(request.blobs) == {x.sha256, y.sha256}
     found = sent(request)
-    found = translated(found) if sends_headers else found
+    found = translated(found)
     assert [item.value.blob.sha256 for item in (found.feeds[0], found.grad_ys[0])] == [x.sha256, y.sha256]
     assert found.feeds[1] == expected({"feeds": {"i": np.int64([1])}}).feeds[0]
 
 
 @pytest.mark.parametrize("inline", [False, True])
-def test_large_contents_may_lie_in_shared_memory(encoder: RequestEncoder, inline: bool, sends_headers: bool) -> None:
+def test_large_contents_may_lie_in_shared_memory(encoder: RequestEncoder, inline: bool) -> None:
     arrays = {"x": LARGE, "i": np.int64([1]), "s": np.array([b"a" * MIN_LARGE_BYTES], object), "d": LARGE.astype("f8")}
     request = encoder.encode({"feeds": arrays, "grad_ys": {"y": LARGE}})
     if inline:
@@ -164,7 +154,7 @@ def test_large_contents_may_lie_in_shared_memory(encoder: RequestEncoder, inline
     data = b"".join(request.parts_in_memory(use, offsets))
     assert len(data) < 2 * MIN_LARGE_BYTES
     found = evaluate_pb2.EvaluateRequest.FromString(data)
-    if sends_headers and not inline:
+    if not inline:
         assert list(found.shared_memory.offsets) == list(offsets.values())
         found = translated(found)
     assert (found.spec.fetches == ["y"]) == inline
@@ -177,7 +167,7 @@ def test_large_contents_may_lie_in_shared_memory(encoder: RequestEncoder, inline
     assert list(found.feeds[1:3]) == list(rest.feeds)
 
 
-def test_inline_programs_are_sent_in_the_plain_form(encoder: RequestEncoder, sends_headers: bool) -> None:
+def test_inline_programs_are_sent_in_the_plain_form(encoder: RequestEncoder) -> None:
     g = gr.Graph()
     g.placeholder("x", "float32", None)
     blob = gr.Blob(np.float32([1, 2]))
@@ -189,7 +179,7 @@ def test_inline_programs_are_sent_in_the_plain_form(encoder: RequestEncoder, sen
     assert (found.spec, found.header, found.feeds[0].value) == (spec, b"", blob.source())
 
 
-def test_forward_requests_hold_the_request(encoder: RequestEncoder, sends_headers: bool) -> None:
+def test_forward_requests_hold_the_request(encoder: RequestEncoder) -> None:
     request = encoder.encode({"feeds": {"x": [1]}})
     for ttl in (None, 1.5):
         parts, _ = error_status.message_parts(EncodedForward(request, ttl))

@@ -12,9 +12,12 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradrule_gateway import decoding, encoding, json_text, tensors
+from gradrule.v1 import evaluate_pb2
+from gradrule_gateway import conversion, decoding, encoding, json_text, tensors
 from gradrule_gateway.problems import Problem
+from gradrule_gateway.routes import ROUTES
 from tests.samples import size
+from tests.unit.client.plain_requests import translated
 from tests.unit.gateway.messages import message_types, messages
 
 TYPES = message_types()
@@ -79,3 +82,48 @@ def test_any_json_is_a_message_or_a_problem(kind: Any, data: st.DataObject) -> N
     except Problem as problem:
         assert problem.status == 400
         json_text.dump(problem.body())
+
+
+EVALUATE = next(route for route in ROUTES if route.rpc == "GradientService/Evaluate")
+LISTED = {"dtype": "DT_FLOAT", "tensorShape": {"dim": [{"size": "2"}]}, "floatVal": [1, 2]}
+BODY = {
+    "program": "programs/p",
+    "feeds": {
+        "x": {"dtype": "float32", "values": [[1, 2]]},
+        "s": {"dtype": "string", "values": ["a", "b"]},
+        "n": {"dtype": "int4", "values": [1, -2]},
+        "empty": {"dtype": "float32", "shape": [0, 3], "values": []},
+        "listed": {"inlineTensor": LISTED},
+    },
+    "gradYs": {"y": {"dtype": "float64", "values": [[1, 2]]}},
+    "stackedGradYs": True,
+    "params": {"b": {"values": {"q": 1, "p": 2}}, "a": {"values": {"r": 3}}},
+    "runTimeout": "30s",
+}
+
+
+def test_a_call_of_a_compiled_program_is_sent_as_header_and_contents() -> None:
+    message = conversion.decode_body(EVALUATE, json.dumps(BODY).encode()).message
+    message.run_timeout.FromSeconds(30)
+    sent = evaluate_pb2.EvaluateRequest.FromString(conversion.encode_request(message))
+    assert sent.header
+    found = translated(sent)
+    assert found == message
+    again = conversion.encode_request(conversion.decode_body(EVALUATE, json.dumps(BODY).encode()).message)
+    assert evaluate_pb2.EvaluateRequest.FromString(again).header == sent.header
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"spec": {"fetches": ["x"]}, "feeds": BODY["feeds"]},
+        {"program": "programs/p", "feeds": {"x": {"blob": {"sha256": "0"}}}},
+        {"program": "programs/p", "feeds": {"x": {"inlineTensor": {"packed": {"dtype": "DT_FLOAT"}}}}},
+        {"program": "programs/p", "sharedMemory": {}},
+        {"header": "", "contents": ["AA=="]},
+    ],
+    ids=["inline", "blob", "packed", "shared", "own"],
+)
+def test_other_calls_are_sent_as_they_are(body: dict[str, Any]) -> None:
+    message = conversion.decode_body(EVALUATE, json.dumps(body).encode()).message
+    assert conversion.encode_request(message) == message.SerializeToString()

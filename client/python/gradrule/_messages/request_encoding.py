@@ -30,8 +30,6 @@ _Described: TypeAlias = "tuple[str, Any, int, tuple[int, ...], Any, int, str]"
 
 # Limits the memory for programs whose feeds have many different shapes.
 _MAX_HEADERS = 1024
-# Servers do not read headers yet.
-_SENDS_HEADERS = False
 _FIELDS = evaluate_pb2.EvaluateRequest.DESCRIPTOR.fields_by_name
 _HEADER, _CONTENTS, _SPEC = (_FIELDS[name].number for name in ("header", "contents", "spec"))
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
@@ -69,7 +67,7 @@ class EncodedRequest:
 
     def parts(self) -> wire_format.Parts:
         """Returns the bytes of the `EvaluateRequest`."""
-        if self.spec is not None or not _SENDS_HEADERS:
+        if self.spec is not None:
             return self._plain_parts(None, {})
         return _header_parts(self._whole_header(), self.contents)
 
@@ -95,7 +93,7 @@ class EncodedRequest:
             use: The memory, without the offsets.
             offsets: Offsets of contents in the memory, by their index.
         """
-        if self.spec is not None or not _SENDS_HEADERS:
+        if self.spec is not None:
             return self._plain_parts(use, offsets)
         header = evaluate_pb2.EvaluateHeader.FromString(self._whole_header())
         tensors = _with_contents(header)
