@@ -127,7 +127,11 @@ def sync_rounds(target: str, feeds: dict[str, Any], calls: int, rounds: int) -> 
     found: dict[str, list[float]] = {}
     with grpc.insecure_channel(target, options=SERVER_OPTIONS) as channel:
         bare: Any = channel.unary_unary(BARE)
-        with gr.connect(target) as streaming, gr.connect(target, stream=False) as plain:
+        # The server here shares no memory.
+        with (
+            gr.connect(target, shared_memory=False) as streaming,
+            gr.connect(target, stream=False, shared_memory=False) as plain,
+        ):
             ways = {"client, unary": plain.program(NAME), "client": streaming.program(NAME)}
             request = sent(ways["client"], feeds)
             calling: dict[str, Callable[[], object]] = {"bare unary": lambda: bare(request, timeout=30)}
@@ -150,7 +154,10 @@ async def async_rounds(target: str, feeds: dict[str, Any], calls: int, rounds: i
     found: dict[str, list[float]] = {}
     async with grpc.aio.insecure_channel(target, options=SERVER_OPTIONS) as channel:
         bare: Any = channel.unary_unary(BARE)
-        async with gr.aio.connect(target) as streaming, gr.aio.connect(target, stream=False) as plain:
+        async with (
+            gr.aio.connect(target, shared_memory=False) as streaming,
+            gr.aio.connect(target, stream=False, shared_memory=False) as plain,
+        ):
             ways = {"client, unary": await plain.program(NAME), "client": await streaming.program(NAME)}
             request = sent(ways["client"], feeds)
 
