@@ -15,8 +15,8 @@ from tests.service.servers import RunningServer, running_server
 from tests.waiting import wait_until
 
 CALLS = 50
-MOST_FILES = 28
-MOST_CALLS = 131
+MOST_FILES = 25
+MOST_CALLS = 108
 
 
 @pytest.mark.skipif(

@@ -110,7 +110,7 @@ class ResponseWriter:
         if packing is not None:
             packed = pack(number, np.asarray(result), packing)
             if packed is not None:
-                return _Result(packed)
+                return _Result((packed.head, packed.content))
         content = _content(result)
         offset = None if area is None else area.place(content)
         if offset is not None:
