@@ -423,6 +423,26 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_strings_in_shared_memory_are_refused_with_a_header(
+    hostile: PlainCaller, client: gr.Client, is_tensor: bool
+) -> None:
+    g = gr.Graph()
+    s = g.placeholder("s", "string", [None])
+    program = client.compile(g, fetches=g.op_output("StringLength", s, name="n"))
+    feed = evaluate_pb2.TensorHeader(
+        name="s", dtype=tensor_pb2.DT_STRING, shape=[4], in_shared_memory=True, content_is_tensor=is_tensor
+    )
+    header = evaluate_pb2.EvaluateHeader(program=program.name, feeds=[feed])
+    use = evaluate_pb2.SharedMemoryUse(memory=hostile.memory()[0], request_bytes=4096, offsets=[0])
+    request = evaluate_pb2.EvaluateRequest(header=header.SerializeToString(), shared_memory=use)
+    with pytest.raises(grpc.RpcError) as caught:
+        hostile._stub.Evaluate(request, timeout=30)
+    failure = _error_of(caught.value)
+    assert failure.reason == "INVALID_TENSOR"
+    assert "travel inline" in str(failure)
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_invalid_references_to_shared_memory_get_typed_errors(
     hostile: PlainCaller, client: gr.Client, kind: str

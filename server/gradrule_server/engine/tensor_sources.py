@@ -163,8 +163,9 @@ def check_tensor(
         dtype = tensor_codec.numpy_dtype(header.dtype)
     except ValueError as cause:
         raise _invalid(f"{where}: {cause}", field) from cause
-    is_plain = tensor_codec.has_plain_bytes(np.empty(0, dtype))
-    if not (is_plain or header.content_is_tensor or header.blob_sha256):
+    if header.in_shared_memory and not tensor_codec.is_plain(header.dtype):
+        raise _invalid(f"{where} is {dtype_name(header.dtype)}; such tensors travel inline", field)
+    if not (tensor_codec.is_plain(header.dtype) or header.content_is_tensor or header.blob_sha256):
         raise _invalid(f"{where} is {dtype_name(header.dtype)}; the content of such a tensor is a Tensor", field)
     return dtype, shape, math.prod(shape) * dtype.itemsize
 

@@ -176,6 +176,8 @@ def _translate_shared(
         wanted = math.prod(sizes) * tensor_codec.numpy_dtype(shared.dtype).itemsize
     except ValueError as cause:
         raise _invalid(f"{where}: {cause}", field) from cause
+    if not tensor_codec.is_plain(shared.dtype):
+        raise _invalid(f"{where} is {dtype_name(shared.dtype)}; such tensors travel inline", field)
     if shared.size_bytes != wanted:
         raise _invalid(
             f"{where} has {shared.size_bytes} bytes in shared memory, but {dtype_name(shared.dtype)} of shape "
