@@ -17,7 +17,11 @@ import * as rpc from "../src/gen/google/rpc/error_details_pb.js";
 import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
 import { GetRuleResponseSchema } from "../src/gen/gradrule/v1/rule_pb.js";
 import { GetProgramResponseSchema } from "../src/gen/gradrule/v1/program_pb.js";
-import { EvaluateRequestSchema, EvaluateResponseSchema } from "../src/gen/gradrule/v1/evaluate_pb.js";
+import {
+  EvaluateHeaderSchema,
+  EvaluateRequestSchema,
+  EvaluateResponseSchema,
+} from "../src/gen/gradrule/v1/evaluate_pb.js";
 import { Graph, GradruleError, REASONS, connect, errors } from "../src/index.js";
 import type { Client, ConnectOptions } from "../src/index.js";
 
@@ -364,7 +368,8 @@ test("only compiling may use the time for compiling", async () => {
   const program = create(GetProgramResponseSchema, { program: { name: "programs/p" } });
   const answer: Handler = (call, respond) => {
     if (call.getPath() === get) return respond(null, Buffer.from(toBinary(GetProgramResponseSchema, program)));
-    const { runTimeout } = fromBinary(EvaluateRequestSchema, call.request);
+    const request = fromBinary(EvaluateRequestSchema, call.request);
+    const { runTimeout } = request.header.length ? fromBinary(EvaluateHeaderSchema, request.header) : request;
     limits.push([Math.ceil((Number(call.getDeadline()) - Date.now()) / 1000), Number(runTimeout?.seconds ?? 0)]);
     respond(null, Buffer.from(toBinary(EvaluateResponseSchema, create(EvaluateResponseSchema))));
   };

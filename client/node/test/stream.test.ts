@@ -12,6 +12,7 @@ import type { ServerDuplexStream, ServerUnaryCall, sendUnaryData } from "@grpc/g
 import { ErrorInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
 import {
+  EvaluateHeaderSchema,
   EvaluateRequestSchema,
   EvaluateResponseSchema,
   StreamEvaluateRequestSchema,
@@ -19,7 +20,7 @@ import {
 } from "../src/gen/gradrule/v1/evaluate_pb.js";
 import type { EvaluateRequest } from "../src/gen/gradrule/v1/evaluate_pb.js";
 import { GetProgramResponseSchema } from "../src/gen/gradrule/v1/program_pb.js";
-import { Dt } from "../src/gen/gradrule/v1/tensor_pb.js";
+import { Dt, TensorSchema } from "../src/gen/gradrule/v1/tensor_pb.js";
 import { GradruleError, connect } from "../src/index.js";
 import type { ConnectOptions, Program } from "../src/index.js";
 
@@ -37,9 +38,13 @@ function bufferOf(bytes: Uint8Array): Buffer {
 
 /** The feed as gradient; the device tells how the request came. */
 function answerTo(request: EvaluateRequest, device: string): Uint8Array {
-  const source = request.feeds[0]?.value?.source;
-  assert.ok(source?.case === "inlineTensor");
-  const gradients = [{ x: "x", value: { case: "dense" as const, value: source.value } }];
+  const { dtype, shape } = fromBinary(EvaluateHeaderSchema, request.header).feeds[0]!;
+  const dense = create(TensorSchema, {
+    dtype,
+    tensorShape: { dim: shape.map((size) => ({ size })) },
+    tensorContent: request.contents[0]!,
+  });
+  const gradients = [{ x: "x", value: { case: "dense" as const, value: dense } }];
   return toBinary(EvaluateResponseSchema, create(EvaluateResponseSchema, { gradients, device }));
 }
 
