@@ -11,6 +11,7 @@ import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
+from tests.unit.client.plain_requests import translated
 
 PROGRAM = "programs/p"
 MIB = 1 << 20
@@ -19,7 +20,8 @@ MIB = 1 << 20
 def answer_to(request: evaluate_pb2.EvaluateRequest, way: str) -> bytes:
     """The feed x as gradient of x; the device tells the way on which the request came."""
     response = evaluate_pb2.EvaluateResponse(device=way)
-    response.gradients.add(x="x").dense.CopyFrom(request.feeds[0].value.inline_tensor)
+    feeds = (translated(request) if request.header else request).feeds
+    response.gradients.add(x="x").dense.CopyFrom(feeds[0].value.inline_tensor)
     return response.SerializeToString()
 
 

@@ -19,6 +19,7 @@ from gradrule.v1 import evaluate_pb2
 from tests.service import blocking
 from tests.service.test_client_faults import interrupt_after
 from tests.unit.client.answering import MIB, NO_PROGRAM, PROGRAM, UNAVAILABLE, Answering
+from tests.unit.client.plain_requests import translated
 
 X = np.float32([1, 2])
 
@@ -188,7 +189,7 @@ def test_other_callers_are_answered_if_the_reading_caller_gives_up(answering: An
     release = threading.Event()
 
     def slow(number: int, request: Any, context: Any) -> bytes | None:
-        if request.evaluate.feeds[0].value.inline_tensor.tensor_shape.dim[0].size == 3:
+        if translated(request.evaluate).feeds[0].value.inline_tensor.tensor_shape.dim[0].size == 3:
             return None
         release.wait(5)
         return b""

@@ -87,7 +87,11 @@ class Transfer:
         return self
 
     def reader_of(self, kind: type[M]) -> Callable[[bytes], M]:
-        """Returns a function that reads an answer of a message type, and unpacks its tensors."""
+        """Returns a function that reads an answer and unpacks its tensors.
+
+        Args:
+            kind: The type of the answer's message.
+        """
 
         def read(data: bytes) -> M:
             message = kind.FromString(data)
