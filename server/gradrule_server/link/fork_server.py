@@ -55,6 +55,8 @@ _REMOVED = ("TF_CPU_ALLOCATOR_USE_BFC",)
 _MALLOC = {
     # Use huge pages for large tensors: with small pages, getting memory takes longer than filling it.
     "hugetlb": 1,
+    # Turn this cache off: what it keeps counts as used, so engines near their limit run out of memory.
+    "tcache_count": 0,
     # Keep freed memory, as TensorFlow's own allocator would, and never map a tensor's pages separately: getting 100 MiB
     # of new pages from the kernel takes longer than computing with them.
     "mmap_max": 0,
