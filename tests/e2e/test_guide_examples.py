@@ -36,7 +36,14 @@ TESTED = {
     "models.md": {"connect", "models"},
     "notebooks.md": {"start", "pictures", "saliency", "progress"},
     "operating.md": {"credentials", "serve", "status"},
-    "other-languages.md": {"go", "java", "cpp", "csharp", "ruby"},  # in tests/contract/test_other_languages.py
+    "other-languages.md": {
+        "go",
+        "java",
+        "cpp",
+        "csharp",
+        "ruby",
+        "header",
+    },  # in tests/contract and tests/service/test_call_paths.py
     "overrides.md": {"overrides", "keras", "sweep", "sweep_shell"},
     "ray.md": {"run", "connect", "nginx"},  # in tests/cluster/test_ray.py
     "rules.md": {"rules"},

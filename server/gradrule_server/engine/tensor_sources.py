@@ -6,6 +6,7 @@ import hashlib
 import math
 import mmap
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -167,6 +168,15 @@ def check_tensor(
         raise _invalid(f"{where} is {dtype_name(header.dtype)}; such tensors travel inline", field)
     if not (tensor_codec.is_plain(header.dtype) or header.content_is_tensor or header.blob_sha256):
         raise _invalid(f"{where} is {dtype_name(header.dtype)}; the content of such a tensor is a Tensor", field)
+    is_packed = bool(header.compression or header.content_dtype)
+    if header.in_shared_memory + bool(header.blob_sha256) + header.content_is_tensor + is_packed > 1:
+        message = (
+            "only one of in_shared_memory, blob_sha256, content_is_tensor and a packing can say where its values are"
+        )
+        raise _invalid(f"{where}: {message}", field)
+    # NumPy refuses such shapes even if one size is 0.
+    if 0 in shape and math.prod(filter(None, shape)) * dtype.itemsize > sys.maxsize:
+        raise _invalid(f"{where} has shape {shape}, which is too large", field)
     return dtype, shape, math.prod(shape) * dtype.itemsize
 
 

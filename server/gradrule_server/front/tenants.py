@@ -134,7 +134,9 @@ class Tenants:
                 usage, seen = found.get(name, Usage()), self._seen.get(name, Usage())
                 if usage == seen:
                     continue
-                tenant.rules.refresh()
+                if not tenant.rules.refresh():
+                    # The database was busy: try again at the next interval.
+                    continue
                 if usage.programs_revision != seen.programs_revision:
                     tenant.programs.apply_changes()
                 self._count(tenant.quotas, usage)

@@ -14,6 +14,8 @@ from gradrule_server.link.framing import Buffer
 
 MAX_FIELDS = 1 << 14
 """Most contents of a request with a header: finding the parts of more would block the server."""
+# Room for an offset of each tensor. The bytes are parsed on the event loop, and each can become an offset of 8 bytes.
+_MAX_MEMORY_BYTES = 11 * MAX_FIELDS + 256
 
 _Request = evaluate_pb2.EvaluateRequest
 _HEADER, _CONTENTS = _Request.HEADER_FIELD_NUMBER, _Request.CONTENTS_FIELD_NUMBER
@@ -53,6 +55,12 @@ def find_parts(data: Buffer) -> CallParts | None:
             elif number == _HEADER:
                 header = bytes(data[start:end])
             elif number == _MEMORY:
+                if end - start > _MAX_MEMORY_BYTES:
+                    raise error(
+                        errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                        f"shared_memory has {end - start} bytes; {_MAX_MEMORY_BYTES} are the most",
+                        field="shared_memory",
+                    )
                 memory = bytes(data[start:end])
             elif number < _HEADER:
                 if header is None and not contents:
@@ -61,7 +69,7 @@ def find_parts(data: Buffer) -> CallParts | None:
             if count > MAX_FIELDS:
                 raise error(
                     errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                    f"a request with a header has at most {MAX_FIELDS} contents; send more tensors without a header",
+                    f"a request with a header has at most {MAX_FIELDS} fields, one for each content",
                     field="contents",
                 )
         used = None if memory is None else evaluate_pb2.SharedMemoryUse.FromString(memory)

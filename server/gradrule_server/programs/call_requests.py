@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -14,7 +15,7 @@ from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link.call_parts import encode_parts, find_parts, mixed_forms_error
+from gradrule_server.link.call_parts import MAX_FIELDS, encode_parts, find_parts, mixed_forms_error
 from gradrule_server.link.messages import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 
@@ -26,6 +27,9 @@ class ReadMessage(Protocol):
 
     def __call__(self, request_type: type[MessageT], raw: bytes) -> Awaitable[MessageT]: ...
 
+
+MAX_TENSORS = MAX_FIELDS - 2
+"""Most tensors of a call in either form; engines get a header and `shared_memory` besides."""
 
 _TENSOR_FIELDS = {"feeds": "feed", "grad_ys": "grad_y", "tangents": "tangent", "vectors": "vector"}
 # An output number with leading zeros: the engine knows the tensor by another name.
@@ -75,6 +79,7 @@ class EvaluateCall:
     def shape(self) -> CallShape:
         """What of the call its program depends on. Raises UNKNOWN_FEED for repeated or invalid names."""
         header = self.header
+        _check_count(sum(len(getattr(header, name)) for name in _TENSOR_FIELDS))
         return CallShape(
             _names(header.feeds, "feeds"),
             _names(header.grad_ys, "grad_ys"),
@@ -96,6 +101,7 @@ def translate(request: link_pb2.RawEvaluateRequest) -> EvaluateCall:
     """Returns the call of a request in the plain form. Raises MALFORMED_REQUEST or INVALID_TENSOR."""
     if request.HasField("header") or request.HasField("contents"):
         raise mixed_forms_error()
+    _check_count(sum(len(getattr(request, name)) for name in _TENSOR_FIELDS))
     header = evaluate_pb2.EvaluateHeader(
         program=request.program,
         params=request.params,
@@ -108,16 +114,22 @@ def translate(request: link_pb2.RawEvaluateRequest) -> EvaluateCall:
     call = EvaluateCall(header)
     call.spec = request.spec if request.HasField("spec") else None
     if request.HasField("shared_memory"):
-        call.shared_memory = evaluate_pb2.SharedMemoryUse()
-        call.shared_memory.CopyFrom(request.shared_memory)
-        call.shared_memory.ClearField("offsets")
+        use = request.shared_memory
+        # Without its offsets, which the plain form does not use.
+        call.shared_memory = evaluate_pb2.SharedMemoryUse(
+            memory=use.memory,
+            request_bytes=use.request_bytes,
+            answer_offset=use.answer_offset,
+            answer_bytes=use.answer_bytes,
+        )
     for name in _TENSOR_FIELDS:
         _translate_tensors(getattr(request, name), name, call)
     return call
 
 
 def translate_pull_back(request: evaluate_pb2.PullBackRequest) -> EvaluateCall:
-    """Returns the upstream gradients of a pull-back as a call. Raises INVALID_TENSOR."""
+    """Returns the upstream gradients of a pull-back as a call. Raises INVALID_TENSOR or LIMIT_EXCEEDED."""
+    _check_count(len(request.grad_ys))
     call = EvaluateCall(
         evaluate_pb2.EvaluateHeader(
             stacked_grad_ys=request.stacked_grad_ys,
@@ -196,12 +208,22 @@ def _sizes(shape: tensor_pb2.TensorShape, where: str, field: str) -> tuple[int, 
         raise _invalid(f"{where}: {cause}", field) from cause
 
 
+def _check_count(tensors: int) -> None:
+    """Raises LIMIT_EXCEEDED for more tensors than engines read: the loop handles each of them."""
+    if tensors > MAX_TENSORS:
+        raise error(
+            errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+            f"the call has {tensors} tensors; {MAX_TENSORS} are the most",
+            field="feeds",
+        )
+
+
 def _names(given: Iterable[evaluate_pb2.TensorHeader], field: str) -> frozenset[str]:
     """Returns canonical names. Raises UNKNOWN_FEED for repeated or invalid ones."""
     names = [canonical(item.name) for item in given]
     unique = frozenset(names)
     if len(names) != len(unique):
-        twice = next(name for name in names if names.count(name) > 1)
+        [(twice, _)] = Counter(names).most_common(1)
         raise error(errors_pb2.ERROR_REASON_UNKNOWN_FEED, f"{field} name {twice!r} twice", node=twice, field=field)
     for name in unique:
         padded = _PADDED_OUTPUT.fullmatch(name)

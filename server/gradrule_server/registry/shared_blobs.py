@@ -18,6 +18,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
@@ -158,6 +159,8 @@ class _Shared:
         self.registry_id = usage.registry_id
         self.fetches = BlobFetches(TenantSlots(MAX_TRANSFERS, tenant_transfers))
         self.lock = threading.Lock()
+        self.publishing: weakref.WeakValueDictionary[BlobKey, threading.Lock] = weakref.WeakValueDictionary()
+        """A lock for each blob that is being stored, so that it is counted once."""
         self.upload_slots = TenantSlots(MAX_TRANSFERS, tenant_transfers)
         self.amounts = usage.read()
         self.cache_use = BlobCacheUse()
@@ -301,7 +304,10 @@ class SharedBlobStore(BlobStore):
                     "other uploads to the object store have not ended; try again later",
                     retry_after_s=_RETRY_AFTER_S,
                 ) from cause
-            self._publish(name, path, length)
+            with shared.lock:
+                own = shared.publishing.setdefault((self.folder_name, name), threading.Lock())
+            with own:
+                self._publish(name, path, length)
 
     def _publish(self, name: str, path: Path, length: int) -> None:
         shared, size = self._shared, counted_bytes(length)
@@ -456,6 +462,13 @@ def object_key(folder: str, name: str) -> str:
     return f"{folder or _DEFAULT}/{name}"
 
 
+def find_object(objects: ObjectStore, folder: str, name: str) -> StoredObject | None:
+    """Returns the object of a blob, also one whose key is that of the last release; None if there is none."""
+    key = object_key(folder, name)
+    found = objects.find([key]).get(key)
+    return found or next((item for item in objects.iterate(f"{key}-") if _blob_of(item.key)), None)
+
+
 def counted_bytes(length: int) -> int:
     """Returns the bytes of a blob that count towards limits, as on a disk with blocks of 4 KiB."""
     return -(-length // _BLOCK) * _BLOCK
@@ -488,6 +501,9 @@ def collect(
         GradruleError: The database cannot be used.
     """
     check_owner(objects, usage.registry_id)
+    if not usage.is_counted():
+        # No server of this release has started yet: `replace` below would mark the old keys as renamed.
+        _rename_objects(objects, usage)
     oldest_s = time.time() - max(grace_s, MIN_GRACE_S)
     found = {key: item for item in _blob_objects(objects) if (key := _blob_of(item.key)) is not None}
     # Read the programs after the objects: a newer program has renewed its blobs, or has found them missing.
