@@ -170,7 +170,7 @@ def check_tensor(
         raise _invalid(f"{where} is {dtype_name(header.dtype)}; the content of such a tensor is a Tensor", field)
     is_packed = bool(header.compression or header.content_dtype)
     if header.in_shared_memory + bool(header.blob_sha256) + header.content_is_tensor + is_packed > 1:
-        message = (
+        message = "in_shared_memory, blob_sha256, content_is_tensor and packing exclude each other"
             "only one of in_shared_memory, blob_sha256, content_is_tensor and a packing can say where its values are"
         )
         raise _invalid(f"{where}: {message}", field)
