@@ -171,8 +171,6 @@ def check_tensor(
     is_packed = bool(header.compression or header.content_dtype)
     if header.in_shared_memory + bool(header.blob_sha256) + header.content_is_tensor + is_packed > 1:
         message = "in_shared_memory, blob_sha256, content_is_tensor and packing exclude each other"
-            "only one of in_shared_memory, blob_sha256, content_is_tensor and a packing can say where its values are"
-        )
         raise _invalid(f"{where}: {message}", field)
     # NumPy refuses such shapes even if one size is 0.
     if 0 in shape and math.prod(filter(None, shape)) * dtype.itemsize > sys.maxsize:

@@ -167,6 +167,7 @@ def test_a_header_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (header_of(x=[-1, 2], b=[2]), [X.tobytes(), B.tobytes()], "INVALID_TENSOR", "shape must be known"),
         (header_of(x=[0, 2], b=[2]), [b"a", B.tobytes()], "INVALID_TENSOR", "1 bytes do not fit"),
         (header_of(x=[1 << 40, 1 << 40], b=[2]), [b"a", B.tobytes()], "INVALID_TENSOR", "1 bytes do not fit"),
+        (header_of(x=[1 << 62, 0], b=[2]), [b"", B.tobytes()], "INVALID_TENSOR", "which is too large"),
         (header_of(**{"x": [3, 2], "x:0": [3, 2], "b": [2]}), [b""] * 3, "UNKNOWN_FEED", "feeds name 'x' twice"),
     ],
 )
@@ -218,6 +219,17 @@ def test_a_content_may_be_a_tensor_of_the_type_and_shape_of_its_header() -> None
     for content in (b"\xff", tensor_codec.to_message(X.T.copy()).SerializeToString(), b""):
         with pytest.raises((GradruleError, DecodeError)):
             arrays(built, request_of(header, content, B.tobytes()))
+
+
+@pytest.mark.parametrize("place", ["in_shared_memory", "blob_sha256", "content_is_tensor"])
+def test_a_packed_tensor_has_its_own_content(place: str) -> None:
+    header = header_of(x=[3, 2], b=[2])
+    header.feeds[0].compression = tensor_pb2.COMPRESSION_ZSTD
+    setattr(header.feeds[0], place, "a" * 64 if place == "blob_sha256" else True)
+    contents = [X.tobytes(), B.tobytes()] if header.feeds[0].content_is_tensor else [B.tobytes()]
+    with pytest.raises(GradruleError, match="exclude each other") as caught:
+        arrays(pair(), request_of(header, *contents))
+    assert reason_name(caught.value.reason) == "INVALID_TENSOR"
 
 
 def test_tensors_in_shared_memory_need_the_memory_and_an_offset_each() -> None:

@@ -40,6 +40,7 @@ def test_requests_without_a_header_have_no_parts(message: evaluate_pb2.EvaluateR
 
 
 FEED = evaluate_pb2.EvaluateRequest(feeds=[{"name": "x"}]).SerializeToString()
+MANY_OFFSETS = evaluate_pb2.EvaluateRequest(shared_memory={"offsets": [1] * (12 * MAX_FIELDS)}).SerializeToString()
 WITH_HEADER = evaluate_pb2.EvaluateRequest(header=HEADER, contents=[b"a" * 200]).SerializeToString()
 
 
@@ -53,8 +54,9 @@ WITH_HEADER = evaluate_pb2.EvaluateRequest(header=HEADER, contents=[b"a" * 200])
         (WITH_HEADER + b"\x5a\x01\xff", "MALFORMED_REQUEST"),
         (WITH_HEADER + b"\x7a\x00" * MAX_FIELDS, "LIMIT_EXCEEDED"),
         (b"\x7a\x00" * (MAX_FIELDS + 1), "LIMIT_EXCEEDED"),
+        (WITH_HEADER + MANY_OFFSETS, "LIMIT_EXCEEDED"),
     ],
-    ids=["feed", "no header", "truncated", "junk", "memory", "many", "many without a header"],
+    ids=["feed", "no header", "truncated", "junk", "memory", "many", "many without a header", "offsets"],
 )
 def test_bad_requests_with_a_header_are_refused(data: bytes, reason: str) -> None:
     with pytest.raises(GradruleError) as caught:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from gradrule.v1 import evaluate_pb2
+from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.link.messages import CallShape, RunTemplate
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.cache import ProgramCache, StoredKey
+from gradrule_server.programs.call_requests import MAX_TENSORS, translate
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.known_calls import KnownCalls
 from gradrule_server.programs.loaded import Loadable
@@ -28,6 +33,13 @@ def test_known_calls_apply_every_field_of_a_header() -> None:
     """A new field of `EvaluateHeader` needs an entry in SETTINGS: say how `KnownCalls.run` applies it."""
     fields = {field.name for field in evaluate_pb2.EvaluateHeader.DESCRIPTOR.fields}
     assert fields == {"program", "feeds", "grad_ys", "tangents", "vectors", *SETTINGS}
+
+
+def test_calls_with_very_many_tensors_are_refused_before_they_are_translated() -> None:
+    request = link_pb2.RawEvaluateRequest(program="programs/p", feeds=[{"name": "x"}] * (MAX_TENSORS + 1))
+    with pytest.raises(GradruleError) as caught:
+        translate(request)
+    assert reason_name(caught.value.reason) == "LIMIT_EXCEEDED"
 
 
 def runnable() -> RunnableProgram:
