@@ -219,7 +219,8 @@ class CallRecovery(Generic[EngineT]):
             raise lost
         if not end.is_blamable:
             return place
-        if place is _Place.ALONE or (lost.ran_alone and end.reason is EndReason.CRASH):
+        is_certain = lost.ran_alone and end.reason is EndReason.CRASH and end.is_by_signal
+        if place is _Place.ALONE or is_certain:
             raise self._quarantine(workload, end) from None
         self._suspected_of = end
         return _Place.ALONE

@@ -12,6 +12,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, error
 
 _MAX_CHARS = 300
+_EXIT_CODE = "exit code"
 _RETRY_AFTER_S = 2.0
 
 # A line that TensorFlow logs at severity FATAL, in absl's format or the older one, or the C++ runtime's line about an
@@ -73,6 +74,11 @@ class EngineEnd:
     def is_blamable(self) -> bool:
         """Whether a graph that ran in the engine may be the cause."""
         return self.reason in BLAMABLE_REASONS
+
+    @property
+    def is_by_signal(self) -> bool:
+        """Whether a signal ended the process. With an exit code, an exception of its own Python code ended it."""
+        return not self.description.startswith(_EXIT_CODE)
 
     def __str__(self) -> str:
         return f"{self.description}: {self.fatal_message}" if self.fatal_message else self.description
@@ -174,7 +180,7 @@ def end_from_exit(
         return EngineEnd(EndReason.CRASH, "its connection broke", fatal_message)
     reason = EndReason.MEMORY if _NO_MEMORY.search(fatal_message) else EndReason.CRASH
     if code >= 0:
-        return EngineEnd(reason, f"exit code {code}", fatal_message)
+        return EngineEnd(reason, f"{_EXIT_CODE} {code}", fatal_message)
     name = _signal_name(-code)
     if -code == signal.SIGKILL and was_short_of_memory:
         return EngineEnd(EndReason.MEMORY, f"{name}, when there was no more memory", fatal_message)

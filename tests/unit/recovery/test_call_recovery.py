@@ -184,11 +184,14 @@ async def test_the_only_suspect_fails_without_a_trial(loaded: LoadedPrograms) ->
         await run(loaded, Attempts())
 
 
-@pytest.mark.parametrize("reason", [EndReason.MEMORY, EndReason.HEARTBEAT])
+@pytest.mark.parametrize(
+    ("reason", "how"),
+    [(EndReason.MEMORY, "it ended"), (EndReason.HEARTBEAT, "it ended"), (EndReason.CRASH, "exit code 1")],
+)
 async def test_the_only_suspect_runs_alone_if_the_engine_or_the_machine_may_be_the_cause(
-    loaded: LoadedPrograms, reason: EndReason
+    loaded: LoadedPrograms, reason: EndReason, how: str
 ) -> None:
-    attempts = Attempts(lost(EngineEnd(reason, "it ended"), ran_alone=True))
+    attempts = Attempts(lost(EngineEnd(reason, how), ran_alone=True))
     assert await run(loaded, attempts) == 2
     assert attempts.alone == [False, True]
 
