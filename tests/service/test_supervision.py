@@ -315,10 +315,10 @@ def test_program_is_compiled_once_although_deadlines_pass(own: Any) -> None:
     other = own.compile(_chain(3), ys=["y"], xs=["x"])
     other.evaluate(feeds)
 
-    def loaded() -> list[tuple[int, int]]:
-        return [(engine.pid, engine.programs) for engine in own.server_status().engines if engine.programs]
+    def loaded() -> dict[int, int]:
+        return {engine.pid: engine.programs for engine in own.server_status().engines if engine.programs}
 
-    [(pid, count)] = loaded()
+    before = loaded()
     for timeout in itertools.count(0.5, 0.1):
         # Deadlines pass while a worker prepares it, while the engine loads it, and in the first run.
         with contextlib.suppress(gr.errors.DeadlineExceededError):
@@ -326,7 +326,10 @@ def test_program_is_compiled_once_although_deadlines_pass(own: Any) -> None:
             break
     assert answer.gradients["x"] is not None
     assert own.server_status().quarantined_program_count == 0
-    assert loaded() == [(pid, count + 1)]
+    after = loaded()
+    # A slow compilation may have given the tenant one engine more; none has ended.
+    assert before.keys() <= after.keys()
+    assert sum(after.values()) == sum(before.values()) + 1
     assert other.evaluate(feeds).timings.compile == 0
 
 
