@@ -384,7 +384,7 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
                     pool.submit(lambda: list(program.map([{"x": X}], grad_ys=[{"y": np.ones((2, 2))}]))),
                 ]
                 done, _ = futures.wait(calls, timeout=2.5)
-            # The worker that stood still before them has one; another that starts may answer the rest before it is seen.
+            # The worker that stood still before them has one; another that starts may answer the others unseen.
             assert len(done) < len(calls)
             assert calls[0].result().outputs["y"] == 9
             assert calls[2].result()["y"]["x"].shape == (2, 2, 2, 3)
