@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import errors_pb2, graph_pb2
 from gradrule.v1.tensor_pb2 import Dt
@@ -27,31 +28,17 @@ COMPUTED_IN: Mapping[int, int] = {Dt.DT_HALF: Dt.DT_FLOAT, Dt.DT_BFLOAT16: Dt.DT
 
 REAL_TYPES: Mapping[int, int] = {Dt.DT_COMPLEX64: Dt.DT_FLOAT, Dt.DT_COMPLEX128: Dt.DT_DOUBLE}
 
-_NAMES: Mapping[int, str] = {
-    Dt.DT_HALF: "float16",
-    Dt.DT_BFLOAT16: "bfloat16",
-    Dt.DT_FLOAT: "float32",
-    Dt.DT_DOUBLE: "float64",
-    Dt.DT_COMPLEX64: "complex64",
-    Dt.DT_COMPLEX128: "complex128",
-    Dt.DT_INT8: "int8",
-    Dt.DT_INT16: "int16",
-    Dt.DT_INT32: "int32",
-    Dt.DT_INT64: "int64",
-    Dt.DT_UINT8: "uint8",
-    Dt.DT_UINT16: "uint16",
-    Dt.DT_UINT32: "uint32",
-    Dt.DT_UINT64: "uint64",
-    Dt.DT_BOOL: "bool",
+NUMPY_TYPES: Mapping[int, np.dtype[Any]] = {
+    dtype: tensor_codec.numpy_dtype(dtype)
+    for dtype in (
+        *(Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE, Dt.DT_COMPLEX64, Dt.DT_COMPLEX128),
+        *(Dt.DT_INT8, Dt.DT_INT16, Dt.DT_INT32, Dt.DT_INT64, Dt.DT_UINT8, Dt.DT_UINT16, Dt.DT_UINT32, Dt.DT_UINT64),
+        Dt.DT_BOOL,
+    )
 }
-
 
 # Types that expressions can name.
-TYPES_BY_NAME: Mapping[str, int] = {name: dtype for dtype, name in _NAMES.items()}
-
-NUMPY_TYPES: Mapping[int, np.dtype[np.generic]] = {
-    dtype: np.dtype(ml_dtypes.bfloat16) if dtype == Dt.DT_BFLOAT16 else np.dtype(name) for dtype, name in _NAMES.items()
-}
+TYPES_BY_NAME: Mapping[str, int] = {dtype_name(dtype): dtype for dtype in NUMPY_TYPES}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import graph_pb2
@@ -21,7 +21,6 @@ from gradrule_server.rules.language.functions import (
     SMOOTH,
     UNARY,
     Domain,
-    Elementwise,
 )
 from gradrule_server.rules.language.syntax_tree import Axes
 from gradrule_server.rules.language.values import (
@@ -34,6 +33,9 @@ from gradrule_server.rules.language.values import (
 )
 from gradrule_server.rules.signature import COMPLEX_TYPES, REAL_TYPES
 
+if TYPE_CHECKING:
+    from gradrule_server.rules.language.lowering import Lowering
+
 _INT64 = Dt.DT_INT64
 _INT32 = Dt.DT_INT32
 
@@ -41,27 +43,7 @@ _INT32 = Dt.DT_INT32
 _AXES_NODES = {"sample": "axis_sample_wants_rank_1_or_more", "channel": "axis_channel_wants_rank_1_or_more"}
 
 
-class Context(Protocol):
-    """The methods of `Lowering` that are needed here."""
-
-    @property
-    def builder(self) -> GraphBuilder: ...
-
-    @property
-    def x_dtype(self) -> int: ...
-
-    def own_type(self, value: Value) -> tuple[str, int]: ...
-
-    def strong(self, value: Value) -> tuple[str, int]: ...
-
-    def numeric(self, value: Value) -> Value: ...
-
-    def require(self, dtype: int, domain: Domain, function: str) -> None: ...
-
-    def elementwise(self, row: Elementwise, values: list[Value], function: str) -> Value: ...
-
-
-def reduce(context: Context, function: str, axes: Axes, value: Value) -> Value:
+def reduce(context: Lowering, function: str, axes: Axes, value: Value) -> Value:
     """Adds a reduction. A reduction of all axes has rank 0; otherwise the reduced axes stay with size 1."""
     op, domain = REDUCTIONS[function]
     if function in ("any", "all"):
@@ -76,7 +58,7 @@ def reduce(context: Context, function: str, axes: Axes, value: Value) -> Value:
     return _reduced(context, op, axes, value, tensor, dtype)
 
 
-def norm(context: Context, axes: Axes, value: Value) -> Value:
+def norm(context: Lowering, axes: Axes, value: Value) -> Value:
     """Adds the Euclidean norm, as scale * sqrt(sum(square(v / scale))).
 
     The scale is the largest magnitude, or 1 where that is 0 or not finite. So the result overflows only if the norm
@@ -107,54 +89,34 @@ def norm(context: Context, axes: Axes, value: Value) -> Value:
     return Value(dtype, root, weak=value.weak, sources=largest.sources)
 
 
-def size(context: Context, axes: Axes, value: Value) -> Value:
+def size(context: Lowering, axes: Axes, value: Value) -> Value:
     """Adds the number of elements that a reduction along the axes combines, of rank 0."""
     builder = context.builder
     tensor, dtype = context.strong(value)
     if axes.kind == "all":
         return Value(_INT64, builder.add("Size", tensor, T=dtype, out_type=_INT64), weak=True)
     shape = builder.add("Shape", tensor, T=dtype, out_type=_INT64)
-    if axes.kind in _AXES_NODES:
-        wanted = builder.add(
-            "GatherV2",
-            shape,
-            _named_axes(builder, axes.kind, tensor, dtype),
-            builder.constant(0, _INT32),
-            Tparams=_INT64,
-            Tindices=_INT32,
-            Taxis=_INT32,
-            batch_dims=graph_pb2.AttrValue(i=0),
-        )
-        product = builder.add("Prod", wanted, builder.constant(0, _INT32), T=_INT64, Tidx=_INT32, keep_dims=False)
-        return Value(_INT64, product, weak=True)
-    sizes = [_dimension(builder, shape, axis) for axis in axes.axes]
-    if min(axes.axes) < 0 <= max(axes.axes):
-        # A negative axis may be one of the others, which only TensorFlow's reductions notice: multiply by a sum
-        # over these axes that is 1.
-        ones = builder.add(
-            "Fill", builder.add("OnesLike", shape, T=_INT64), builder.constant(1, _INT64), T=_INT64, index_type=_INT64
-        )
-        indices = builder.constant(list(axes.axes), _INT32)
-        one = builder.add("Sum", ones, indices, T=_INT64, Tidx=_INT32, keep_dims=False)
-        scalar = builder.constant([], _INT32)
-        sizes.append(builder.add("Reshape", one, scalar, T=_INT64, Tshape=_INT32))
-    product = sizes[0]
-    for other in sizes[1:]:
-        product = builder.add("Mul", product, other, T=_INT64)
+    # Reduced axes have size 1 here. This also refuses axes that do not exist or occur twice, such as 0 and -2.
+    flags = builder.cast(tensor, dtype, Dt.DT_BOOL)
+    reduced = _reduced(context, "Any", axes, value, flags, Dt.DT_BOOL).tensor or ""
+    remaining = builder.add("Shape", reduced, T=Dt.DT_BOOL, out_type=_INT64)
+    is_kept = builder.add("Equal", remaining, shape, T=_INT64, incompatible_shape_error=True)
+    sizes = builder.add("SelectV2", is_kept, builder.constant(1, _INT64), shape, T=_INT64)
+    product = builder.add("Prod", sizes, builder.constant(0, _INT32), T=_INT64, Tidx=_INT32, keep_dims=False)
     return Value(_INT64, product, weak=True)
 
 
-def softmax(context: Context, axes: Axes, value: Value) -> Value:
+def softmax(context: Lowering, axes: Axes, value: Value) -> Value:
     """Adds exp(v) divided by its sum along the axes."""
     return _softmax(context, axes, value, log=False)
 
 
-def log_softmax(context: Context, axes: Axes, value: Value) -> Value:
+def log_softmax(context: Lowering, axes: Axes, value: Value) -> Value:
     """Adds the logarithm of softmax, computed so that small values are not rounded to 0."""
     return _softmax(context, axes, value, log=True)
 
 
-def erf(context: Context, value: Value) -> Value:
+def erf(context: Lowering, value: Value) -> Value:
     """Adds the error function. TensorFlow's kernel gives NaN for infinities in float64."""
     value = context.numeric(value)
     if value.dtype == Dt.DT_DOUBLE and value.constant is None:
@@ -164,7 +126,7 @@ def erf(context: Context, value: Value) -> Value:
     return context.elementwise(UNARY["erf"], [value], "erf")
 
 
-def digamma(context: Context, value: Value) -> Value:
+def digamma(context: Lowering, value: Value) -> Value:
     """Adds the digamma function. At 0, where TensorFlow's kernel gives NaN, it is -1/v, an infinity."""
     value = context.numeric(value)
     found = context.elementwise(UNARY["digamma"], [value], "digamma")
@@ -175,7 +137,7 @@ def digamma(context: Context, value: Value) -> Value:
     return Value(found.dtype, tensor, weak=found.weak, sources=found.sources)
 
 
-def sum_to(context: Context, value: Value, like: Value) -> Value:
+def sum_to(context: Lowering, value: Value, like: Value) -> Value:
     """Adds the sum of `value` over the axes along which `like` would be broadcast to the shape of `value`."""
     builder = context.builder
     value = context.numeric(value)
@@ -191,7 +153,7 @@ def sum_to(context: Context, value: Value, like: Value) -> Value:
     return Value(dtype, summed, weak=value.weak, sources=like.sources)
 
 
-def _softmax(context: Context, axes: Axes, value: Value, *, log: bool) -> Value:
+def _softmax(context: Lowering, axes: Axes, value: Value, *, log: bool) -> Value:
     function = "log_softmax" if log else "softmax"
     value = context.numeric(value)
     tensor, dtype = context.own_type(value)
@@ -225,7 +187,7 @@ def _softmax_along_last_axis(builder: GraphBuilder, op: str, tensor: str, dtype:
     return builder.add("Reshape", builder.add(op, matrix, T=dtype), shape, T=dtype, Tshape=_INT64)
 
 
-def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, dtype: int) -> Value:
+def _reduced(context: Lowering, op: str, axes: Axes, value: Value, tensor: str, dtype: int) -> Value:
     builder = context.builder
     types: dict[str, Any] = {} if dtype == Dt.DT_BOOL else {"T": dtype}
     if axes.kind == "all":
@@ -283,14 +245,14 @@ def _dimension(builder: GraphBuilder, shape: str, axis: int) -> str:
     )
 
 
-WITH_AXES: Mapping[str, Callable[[Context, Axes, Value], Value]] = {
+WITH_AXES: Mapping[str, Callable[[Lowering, Axes, Value], Value]] = {
     "norm": norm,
     "size": size,
     "softmax": softmax,
     "log_softmax": log_softmax,
 }
 
-EDGE_CASES: Mapping[str, Callable[[Context, Value], Value]] = {"erf": erf, "digamma": digamma}
+EDGE_CASES: Mapping[str, Callable[[Lowering, Value], Value]] = {"erf": erf, "digamma": digamma}
 
 SALT = "salt"
 
@@ -305,7 +267,7 @@ def salt(builder: GraphBuilder) -> str:
     return builder.placeholder(SALT, Dt.DT_INT64, scalar=True)
 
 
-def draw(context: Context, op: str, like: Value, seed: Value, salted: str, draw_number: int) -> Value:
+def draw(context: Lowering, op: str, like: Value, seed: Value, salted: str, draw_number: int) -> Value:
     """Adds random numbers of the shape and type of `like`.
 
     The seed is [seed, salt + draw_number * stride], modulo 2**64.

@@ -26,12 +26,9 @@ from gradrule_server.rules.language.source import not_applicable, with_caret
 from gradrule_server.rules.language.syntax_tree import (
     Call,
     Constant,
-    Each,
     Expression,
-    First,
     Formula,
     ParamUse,
-    PerInput,
     Variable,
 )
 from gradrule_server.rules.language.values import (
@@ -73,7 +70,7 @@ def lower(formula: Formula, signature: Signature) -> RuleGraph:
             results.append(None)
             sources.append(frozenset())
             continue
-        value = lowering.at_input(index if isinstance(formula.form, Each) else None).value(expression)
+        value = lowering.at_input(index if formula.form.kind == "each" else None).value(expression)
         results.append(lowering.result(value, expression, index) + ":0")
         sources.append(value.sources)
     return RuleGraph(lowering.builder.graph, lowering.inputs, tuple(results), tuple(sources), lowering.columns)
@@ -82,7 +79,7 @@ def lower(formula: Formula, signature: Signature) -> RuleGraph:
 def _per_input(formula: Formula, signature: Signature) -> Sequence[Expression | None]:
     """Returns the expression for the gradient of each input; None: no gradient."""
     form, differentiable, number_of_inputs = formula.form, signature.differentiable, len(signature.inputs)
-    if isinstance(form, PerInput):
+    if form.kind == "tuple":
         if len(form.expressions) != number_of_inputs:
             raise _arity(
                 f"the rule gives {count_noun(len(form.expressions), 'gradient')}, but the op has "
@@ -95,16 +92,17 @@ def _per_input(formula: Formula, signature: Signature) -> Sequence[Expression | 
         return form.expressions
     if not differentiable:
         raise _arity("the op has no input of a floating or complex type, so it cannot have a gradient")
-    if isinstance(form, Each):
-        return [form.expression if index in differentiable else None for index in range(number_of_inputs)]
-    if not isinstance(form, First) and len(differentiable) > 1:
+    (single,) = form.expressions
+    if form.kind == "each":
+        return [single if index in differentiable else None for index in range(number_of_inputs)]
+    if form.kind == "single" and len(differentiable) > 1:
         names = [f"x{index}" for index in differentiable[:8]]
         raise _arity(
             f"a single expression serves an op with one differentiable input, and this op has {len(differentiable)} "
             f"({', '.join(names)}{', …' if len(differentiable) > 8 else ''}): write first(…) for the first one alone, "
             f"each(…) for all, or a tuple with one entry for each of the op's {count_noun(number_of_inputs, 'input')}"
         )
-    return [form.expression if index == differentiable[0] else None for index in range(number_of_inputs)]
+    return [single if index == differentiable[0] else None for index in range(number_of_inputs)]
 
 
 def _arity(message: str) -> GradruleError:

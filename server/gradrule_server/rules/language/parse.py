@@ -33,18 +33,13 @@ from gradrule_server.rules.language.syntax_tree import (
     Axes,
     Call,
     Constant,
-    Each,
     Expression,
-    First,
     Form,
     Formula,
     ParamUse,
-    PerInput,
-    Single,
     Variable,
     declared_params_text,
     depends_on_dy,
-    expressions_of,
     is_zero,
     param_name_problem,
     split_variable,
@@ -99,7 +94,7 @@ def parse(expression: str, params: Sequence[str] = (), *, stored: bool = False) 
             "A gradient of zeros is zeros_like(x), one of ones is ones_like(x)",
             field="expression",
         )
-    for gradient in expressions_of(formula.form):
+    for gradient in formula.form.given:
         _check_dy(text, gradient, stored=stored)
     return formula
 
@@ -185,14 +180,14 @@ class _Reader:
                 raise self._error(
                     body, "an empty tuple has no gradient: write one entry per input, an expression or None"
                 )
-            return PerInput(tuple(None if _is_none(entry) else self._gradient(entry, 1) for entry in body.elts))
+            entries = (None if _is_none(entry) else self._gradient(entry, 1) for entry in body.elts)
+            return Form("tuple", tuple(entries))
         if isinstance(body, ast.Call) and isinstance(body.func, ast.Name) and body.func.id in ("each", "first"):
             _, (argument,) = self._signature(body, FUNCTIONS[body.func.id])
-            expression = self._gradient(argument, 1)
-            return Each(expression) if body.func.id == "each" else First(expression)
+            return Form("each" if body.func.id == "each" else "first", (self._gradient(argument, 1),))
         if _is_none(body):
             raise self._error(body, "None is not a gradient: write zeros_like(x) for a gradient of zeros")
-        return Single(self._gradient(body, 0))
+        return Form("single", (self._gradient(body, 0),))
 
     def _gradient(self, node: ast.expr, depth: int) -> Expression:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == IGNORE_DY:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, MIXING, SHAPE_ONLY
 from gradrule_server.rules.language.source import quoted
@@ -128,41 +129,22 @@ Expression = Constant | Variable | ParamUse | Call
 
 
 @dataclass(frozen=True, slots=True)
-class Single:
-    """An expression for an op with one differentiable input."""
+class Form:
+    """What an expression gives to which inputs.
 
-    expression: Expression
+    Attributes:
+        kind: `single`: one expression for an op with one differentiable input; `first`: one for the first
+            differentiable input; `each`: one for every differentiable input; `tuple`: one, or None, for each input.
+        expressions: The expressions.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class First:
-    """`first(expr)`: the gradient of the first differentiable input; None for the others."""
-
-    expression: Expression
-
-
-@dataclass(frozen=True, slots=True)
-class Each:
-    """`each(expr)`: the same expression for every differentiable input."""
-
-    expression: Expression
-
-
-@dataclass(frozen=True, slots=True)
-class PerInput:
-    """A tuple: an expression or None for each input."""
-
+    kind: Literal["single", "first", "each", "tuple"]
     expressions: tuple[Expression | None, ...]
 
-
-Form = Single | First | Each | PerInput
-
-
-def expressions_of(form: Form) -> tuple[Expression, ...]:
-    """Returns the expressions in a form."""
-    if isinstance(form, PerInput):
-        return tuple(expression for expression in form.expressions if expression is not None)
-    return (form.expression,)
+    @property
+    def given(self) -> tuple[Expression, ...]:
+        """The expressions that are not None."""
+        return tuple(expression for expression in self.expressions if expression is not None)
 
 
 def walk(expression: Expression) -> Iterator[Expression]:
@@ -231,7 +213,7 @@ class Formula:
 
     @cached_property
     def _parts(self) -> tuple[Expression, ...]:
-        return tuple(part for expression in expressions_of(self.form) for part in walk(expression))
+        return tuple(part for expression in self.form.given for part in walk(expression))
 
 
 def _mixes_samples(call: Call) -> bool:
