@@ -3,6 +3,7 @@
 Graphs, rules and engines use it. Does not import TensorFlow.
 """
 
+from gradrule.common.parsed_size import FREE_BYTES, SMALL_BYTES
 from gradrule_server.limits import Limits, NodeLimits
 from gradrule_server.policy.faults import (
     DROPPED_ATTRS,
@@ -10,6 +11,7 @@ from gradrule_server.policy.faults import (
     Fault,
     attribute_faults,
     check_blob_name,
+    check_parsed_size,
     missing_blobs,
     op_fault,
     output_count_fault,
@@ -18,7 +20,6 @@ from gradrule_server.policy.faults import (
     value_fault,
 )
 from gradrule_server.policy.op_tables import OpReview, definition_digest, find_review, op_reviews, review_with_digest
-from gradrule_server.policy.parsed_size import FREE_BYTES, SMALL_BYTES, check_parsed_size
 
 __all__ = [
     "DROPPED_ATTRS",

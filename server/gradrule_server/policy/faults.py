@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+from google.protobuf.message import Message
+
 from gradrule.common import tensor_codec
-from gradrule.common.dtypes import dtype_name
+from gradrule.common.dtypes import NAMES, dtype_name
 from gradrule.common.op_definitions import OpDef
+from gradrule.common.parsed_size import ParsedSizeError, check_size
 from gradrule.v1.errors_pb2 import ErrorReason
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import BlobTensor, Dt, Tensor, TensorShape, TensorSource
@@ -25,43 +28,6 @@ from gradrule_server.policy.op_tables import REMEDIES, find_review
 
 _MAX_ELEMENTS = 2**62
 
-# By element type: bytes of an element in `tensor_content` (0: varies), field of single values, values of that field for
-# each element.
-_ENCODINGS: dict[int, tuple[int, str, int]] = {
-    Dt.DT_FLOAT: (4, "float_val", 1),
-    Dt.DT_DOUBLE: (8, "double_val", 1),
-    Dt.DT_INT32: (4, "int_val", 1),
-    Dt.DT_UINT8: (1, "int_val", 1),
-    Dt.DT_INT16: (2, "int_val", 1),
-    Dt.DT_INT8: (1, "int_val", 1),
-    Dt.DT_STRING: (0, "string_val", 1),
-    Dt.DT_COMPLEX64: (8, "scomplex_val", 2),
-    Dt.DT_INT64: (8, "int64_val", 1),
-    Dt.DT_BOOL: (1, "bool_val", 1),
-    Dt.DT_QINT8: (1, "int_val", 1),
-    Dt.DT_QUINT8: (1, "int_val", 1),
-    Dt.DT_QINT32: (4, "int_val", 1),
-    Dt.DT_BFLOAT16: (2, "half_val", 1),
-    Dt.DT_QINT16: (2, "int_val", 1),
-    Dt.DT_QUINT16: (2, "int_val", 1),
-    Dt.DT_UINT16: (2, "int_val", 1),
-    Dt.DT_COMPLEX128: (16, "dcomplex_val", 2),
-    Dt.DT_HALF: (2, "half_val", 1),
-    Dt.DT_RESOURCE: (0, "resource_handle_val", 1),
-    Dt.DT_VARIANT: (0, "variant_val", 1),
-    Dt.DT_UINT32: (4, "uint32_val", 1),
-    Dt.DT_UINT64: (8, "uint64_val", 1),
-    Dt.DT_FLOAT8_E5M2: (1, "float8_val", 1),
-    Dt.DT_FLOAT8_E4M3FN: (1, "float8_val", 1),
-    Dt.DT_FLOAT8_E4M3FNUZ: (1, "float8_val", 1),
-    Dt.DT_FLOAT8_E4M3B11FNUZ: (1, "float8_val", 1),
-    Dt.DT_FLOAT8_E5M2FNUZ: (1, "float8_val", 1),
-    Dt.DT_INT4: (1, "int_val", 1),
-    Dt.DT_UINT4: (1, "int_val", 1),
-    Dt.DT_INT2: (1, "int_val", 1),
-    Dt.DT_UINT2: (1, "int_val", 1),
-    Dt.DT_FLOAT4_E2M1FN: (1, "float8_val", 1),
-}
 # Smallest memory of an element without a fixed size, bytes.
 _POINTER_BYTES = 16
 
@@ -224,8 +190,7 @@ def tensor_fault(tensor: Tensor, bounds: NodeLimits) -> Fault | None:
     fault = shape_fault(tensor.tensor_shape, bounds, known=True)
     if fault:
         return fault
-    encoding = _ENCODINGS.get(tensor.dtype)
-    if encoding is None:
+    if tensor.dtype not in NAMES:
         if tensor.HasField("packed"):
             return _INVALID, "is packed; only values of calls (feeds, grad_ys, tangents, vectors) may be"
         return _INVALID, f"has the element type {dtype_name(tensor.dtype)}, which no tensor can have"
@@ -233,7 +198,9 @@ def tensor_fault(tensor: Tensor, bounds: NodeLimits) -> Fault | None:
         return _INVALID, "holds a resource, which is valid only in the process that created it"
     if tensor.dtype == Dt.DT_VARIANT and (tensor.variant_val or tensor.tensor_content):
         return _INVALID, "holds variants, which are valid only in the process that created them"
-    size, field, parts = encoding
+    field = tensor_codec.value_field(tensor.dtype)
+    # A complex element is two values.
+    parts = 2 if tensor.dtype in (Dt.DT_COMPLEX64, Dt.DT_COMPLEX128) else 1
     elements = _element_count(tensor.tensor_shape)
     fault = size_fault(tensor.dtype, tensor.tensor_shape, bounds)
     if fault:
@@ -244,7 +211,7 @@ def tensor_fault(tensor: Tensor, bounds: NodeLimits) -> Fault | None:
         fits = _strings_fit(tensor.tensor_content, elements)
         return None if fits else (_INVALID, f"has a tensor_content that does not hold the strings of {what}")
     if content:
-        wanted = elements * size
+        wanted = elements * _element_bytes(tensor.dtype)
         return None if content == wanted else (_INVALID, f"has {content} bytes, but {what} takes {wanted}")
     if values > elements * parts:
         return _INVALID, f"has {values} values in {field}, but {what} takes {elements * parts}"
@@ -255,14 +222,22 @@ def tensor_fault(tensor: Tensor, bounds: NodeLimits) -> Fault | None:
 
 def size_fault(dtype: int, shape: TensorShape, bounds: NodeLimits) -> Fault | None:
     """Checks the size of a constant. Unknown dimensions count as 0."""
-    size = _ENCODINGS[dtype][0] if dtype in _ENCODINGS else 0
     elements = _element_count(shape)
-    if elements * (size or _POINTER_BYTES) > bounds.constant_bytes:
+    if elements * (_element_bytes(dtype) or _POINTER_BYTES) > bounds.constant_bytes:
         return (
             _LIMIT,
             f"has {elements} elements, which take more than {bounds.constant_bytes} bytes (--max-constant-bytes)",
         )
     return None
+
+
+def _element_bytes(dtype: int) -> int:
+    """Returns the bytes of an element in `tensor_content`; 0 for types without a fixed size, and unknown ones."""
+    try:
+        found = tensor_codec.numpy_dtype(dtype)
+    except ValueError:
+        return 0
+    return 0 if found.hasobject else found.itemsize
 
 
 def _element_count(shape: TensorShape) -> int:
@@ -354,6 +329,23 @@ def _is_compatible(got: Iterable[int | None], wanted: tuple[int | None, ...]) ->
 
 def _shape_text(shape: Iterable[int | None]) -> str:
     return f"({', '.join('?' if size is None else str(size) for size in shape)})"
+
+
+def check_parsed_size(data: bytes, message: type[Message], bounds: NodeLimits, *, field: str = "") -> None:
+    """Raises LIMIT_EXCEEDED for an encoded message that would take far more memory than it has bytes.
+
+    Accepts bytes that are not a valid message, which the parser refuses.
+
+    Args:
+        data: The encoded message.
+        message: Its type.
+        bounds: The limits.
+        field: The field of the request that holds the message, for the error.
+    """
+    try:
+        check_size(data, message, bounds.unpacking)
+    except ParsedSizeError as cause:
+        raise error(_LIMIT, f"{cause} (--max-unpacking)", field=field) from None
 
 
 def check_blob_name(name: str) -> None:

@@ -80,7 +80,15 @@ _VALUE_FIELDS: dict[int, str] = {
     Dt.DT_UINT64: "uint64_val",
     Dt.DT_HALF: "half_val",
     Dt.DT_BFLOAT16: "half_val",
+    Dt.DT_RESOURCE: "resource_handle_val",
+    Dt.DT_VARIANT: "variant_val",
+    **{number: "float8_val" for number, name in NAMES.items() if name.startswith(("float8", "float4"))},
 }
+
+
+def value_field(number: int) -> str:
+    """Returns the field of a `Tensor` message that lists values of an element type."""
+    return _VALUE_FIELDS.get(number, "int_val")
 
 
 def dtype_number(dtype: DtypeLike) -> int:
@@ -289,9 +297,9 @@ def _listed_values(message: Tensor, dtype: np.dtype[Any]) -> Array:
         strings = np.empty(len(message.string_val), object)
         strings[:] = list(message.string_val)
         return strings
-    if message.float8_val and dtype.itemsize == 1:
-        return np.frombuffer(message.float8_val, dtype)
-    values = getattr(message, _VALUE_FIELDS.get(number, "int_val"))
+    values = getattr(message, value_field(number))
+    if isinstance(values, bytes):
+        return np.frombuffer(values, dtype)
     if number in (Dt.DT_HALF, Dt.DT_BFLOAT16):
         return np.array(values, np.int64).astype(np.uint16).view(dtype)
     if number in (Dt.DT_COMPLEX64, Dt.DT_COMPLEX128):
