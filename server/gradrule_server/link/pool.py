@@ -287,7 +287,7 @@ class EnginePool:
     def claim_another(self, owner: str, *, surplus: int = 0) -> Engine | None:
         """Returns one more engine for a tenant's programs; None if it may have no more, or none is ready.
 
-        `surplus`: How many more engines than usual the tenant may have, until they are idle.
+        `surplus`: How many more engines than usual the tenant may have, until none of them compiles.
         """
         own = self.engines_for(owner)
         if len(own) >= self.per_tenant + surplus or not all(engine.is_ready for engine in own):
@@ -404,11 +404,21 @@ class EnginePool:
 
     def _handle_idle(self, engine: Engine) -> None:
         """Assigns places again for tenants that wait, because an engine has nothing to do, or what it holds changed."""
+        self._end_surplus(engine.owner)
         if not self._waiting or (engine.kept and not engine.is_given_away):
             return
         # Engines are idle often during their turns, when calls gain nothing by that.
         if self._is_turn_over(engine) or any(need is not Need.PROGRAMS for _, need in self._waiting):
             self._schedule_assignment()
+
+    def _end_surplus(self, owner: str | None) -> None:
+        """Ends the engine that a tenant had in addition while it compiled a slow program, once it compiles no more."""
+        own = [engine for engine in self.engines if engine.owner == owner and engine.use is Use.PROGRAMS]
+        if owner is None or len(own) <= self.per_tenant or any(engine.is_compiling for engine in own):
+            return
+        idle = [engine for engine in own if engine.is_idle]
+        if idle:
+            self._remove(min(idle, key=lambda engine: engine.programs))
 
     def _schedule_assignment(self, *, is_left: bool = False) -> None:
         """Gives places to waiting tenants soon. `is_left`: A tenant waits no longer."""

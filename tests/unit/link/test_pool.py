@@ -706,14 +706,21 @@ async def test_a_tenant_may_have_one_engine_more_than_usual(starter: Starter) ->
     await pool.stop()
 
 
-async def test_an_engine_more_than_usual_needs_a_place_and_ends_when_it_is_idle(starter: Starter) -> None:
-    pool = _pool(max_engines=2, times=replace(_TIMES, idle_s=0.05, idle_period_s=0.02))
+async def test_an_engine_more_than_usual_needs_a_place_and_ends_once_no_program_is_compiled(starter: Starter) -> None:
+    pool = _pool(max_engines=2)
     await pool.start()
     await _until(lambda: pool.spares_ready)
     await pool.provide("ada")
-    assert pool.claim_another("ada", surplus=1) is not None
+    (first,) = pool.engines
+    first.programs = 1
+    slow = first.submit(Kind.COMPILE, b"slow")
+    extra = pool.claim_another("ada", surplus=1)
+    assert extra is not None
     assert pool.claim_another("grace", surplus=1) is None
-    await _until(lambda: len(pool.engines) == 1)
+    _answer(starter, extra, extra.submit(Kind.RUN, b"work"))
+    assert extra in pool.engines
+    _answer(starter, first, slow)
+    assert pool.engines == [first]
     await pool.stop()
 
 
