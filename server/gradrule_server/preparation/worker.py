@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import struct
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -73,9 +72,8 @@ class PreparationService:
         match request.WhichOneof("task"):
             case "program":
                 reply, compiling = _prepare_program(request.program, limits, ask, blobs, self._reader)
-                if compiling is not None:
-                    compiling.blob_folder = request.blob_folder
-                prepared, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
+                compiling.blob_folder = request.blob_folder
+                prepared, large = reply.SerializeToString(), compiling.SerializeToString()
                 return b"".join([_LENGTH.pack(len(prepared)), prepared, large])
             case "variables":
                 reply = _list_variables(request.variables.spec, limits, blobs, self._reader)
@@ -89,17 +87,10 @@ class PreparationService:
         return reply.SerializeToString()
 
 
-_Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]
-
-
 def _prepare_program(
     task: link_pb2.ProgramTask, limits: Limits, ask: AskFrontEnd, blobs: FrontEndBlobs, reader: GraphReader
-) -> _Answer:
+) -> tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest]:
     spec = _parse(task.spec, program_pb2.ProgramSpec, limits)
-    if task.may_be_known:
-        digest = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
-        if ask(link_pb2.Question(spec_digest=digest)).is_known:
-            return link_pb2.PreparedProgram(is_known=True), None
     call = read_call_shape(task.call)
     rules = FrontEndRuleLookup(ask)
     if task.HasField("snapshot"):

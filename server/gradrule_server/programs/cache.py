@@ -10,8 +10,6 @@ from gradrule_server.link.messages import CallShape
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.programs.compiler import RunnableProgram
 
-_MAX_DIGESTS = 1024
-
 
 class StoredKey(NamedTuple):
     """Key of a stored program as calls of one shape need it."""
@@ -21,9 +19,9 @@ class StoredKey(NamedTuple):
 
 
 class InlineKey(NamedTuple):
-    """Key of a program that calls hold. `revision`: of the registry in which its rules were found."""
+    """Key of a program that calls hold. `spec`: Digest of its bytes. `revision`: of the registry that has its rules."""
 
-    spec_hash: bytes
+    spec: bytes
     revision: int
     call: CallShape
 
@@ -47,7 +45,6 @@ class ProgramCache:
         self._capacity_bytes = capacity_bytes
         self._programs: OrderedDict[ProgramKey, RunnableProgram] = OrderedDict()
         self._held_bytes: int | None = 0
-        self._spec_digests: OrderedDict[bytes, bytes] = OrderedDict()
         self.on_removed: Callable[[StoredKey], None] = lambda key: None
         """Called with the key of each stored program that was dropped."""
 
@@ -97,20 +94,6 @@ class ProgramCache:
             len(self._programs) > self._capacity or self.held_bytes > self._capacity_bytes
         ):
             self._remove([next(iter(self._programs))])
-
-    def spec_digest(self, bytes_digest: bytes) -> bytes:
-        """Returns the digest of the spec whose bytes have a digest; `bytes_digest` itself if it is unknown.
-
-        Equal specs can have different bytes, because maps have no order; only a compile worker can compare them.
-        """
-        return self._spec_digests.get(bytes_digest, bytes_digest)
-
-    def add_spec_digest(self, bytes_digest: bytes, digest: bytes) -> None:
-        """Adds the digest of a spec by that of its bytes; drops the oldest ones."""
-        if bytes_digest != digest:
-            self._spec_digests[bytes_digest] = digest
-        if len(self._spec_digests) > _MAX_DIGESTS:
-            self._spec_digests.popitem(last=False)
 
     def drop_oldest(self) -> None:
         """Drops the least recently used program, if there is one."""

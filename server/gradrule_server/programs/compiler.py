@@ -93,8 +93,7 @@ class Compiler:
         call: CallShape,
         rules: RegistryLookup | bytes,
         recovery: CallRecovery[Engine],
-        is_known: Callable[[bytes], bool] | None = None,
-    ) -> RunnableProgram | None:
+    ) -> RunnableProgram:
         """Compiles a program for calls of one shape. Raises `GradruleError` with all findings.
 
         Args:
@@ -102,12 +101,9 @@ class Compiler:
             call: The shape of the calls.
             rules: The registry's rules, or the snapshot of a stored program's rules.
             recovery: Runs the load again if its engine ends.
-            is_known: Called with the digest of the spec; if it returns True, the result is None.
         """
         _, program = await self._compile(
-            await self._preparer.graph_bytes(spec),
-            recovery,
-            lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_known=is_known),
+            len(spec), recovery, lambda: self._preparer.program(spec, call, rules, recovery.ends_at)
         )
         return program
 
@@ -119,12 +115,9 @@ class Compiler:
         call = CallShape()
         with timing_compilation():
             async with self._prepared(
-                await self._preparer.graph_bytes(spec),
-                lambda: self._preparer.program(spec, call, rules, recovery.ends_at),
+                len(spec), lambda: self._preparer.program(spec, call, rules, recovery.ends_at)
             ) as answer:
-                program = await self._load(answer, recovery, describes=True)
-                assert program is not None
-                return program.compiled
+                return (await self._load(answer, recovery, describes=True)).compiled
 
     async def compile_stored(
         self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], call: CallShape, recovery: CallRecovery[Engine]
@@ -143,7 +136,6 @@ class Compiler:
             return await self._preparer.program(spec, call, snapshot, recovery.ends_at)
 
         _, program = await self._compile(graph_bytes, recovery, prepare)
-        assert program is not None
         return program
 
     async def compile_to_store(
@@ -151,17 +143,14 @@ class Compiler:
     ) -> tuple[RunnableProgram, link_pb2.PreparedProgram]:
         """Compiles as `compile` does; returns also what the registry stores."""
         prepared, program = await self._compile(
-            await self._preparer.graph_bytes(spec),
-            recovery,
-            lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_kept=True),
+            len(spec), recovery, lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_kept=True)
         )
-        assert program is not None
         return program, prepared
 
     async def _compile(
         self, graph_bytes: int, recovery: CallRecovery[Engine], prepare: Callable[[], Awaitable[Prepared]]
-    ) -> tuple[link_pb2.PreparedProgram, RunnableProgram | None]:
-        """Prepares a program and loads it into an engine; returns no program if it is known.
+    ) -> tuple[link_pb2.PreparedProgram, RunnableProgram]:
+        """Prepares a program and loads it into an engine.
 
         A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
         large graph: such a program is prepared again when its turn comes.
@@ -203,14 +192,12 @@ class Compiler:
 
     async def _load(
         self, answer: Prepared, recovery: CallRecovery[Engine], *, describes: bool = False
-    ) -> RunnableProgram | None:
-        """Loads a prepared program into an engine; returns None if the program is known.
+    ) -> RunnableProgram:
+        """Loads a prepared program into an engine.
 
         `describes`: If no engine holds the program, an engine describes it and does not keep it.
         """
         prepared = answer.message
-        if prepared.is_known:
-            return None
         loadable = self._loadable(answer)
         describes = describes and self._loaded.find_loaded(loadable) is None
         if describes:

@@ -52,7 +52,6 @@ _MAX_TOTAL_BYTES = 64 << 20
 _MAX_EXPLAINED_NAMES = 20
 # A program has values of its graph and of variables.
 _MAX_FILES = 2
-_DIGEST_BYTES = hashlib.sha256().digest_size
 
 _WORDS = ProcessWords("a process has that reads it", "process that read it")
 
@@ -138,7 +137,6 @@ class Preparer:
         rules: RegistryLookup | bytes,
         ends_at: float,
         *,
-        is_known: Callable[[bytes], bool] | None = None,
         is_kept: bool = False,
     ) -> Prepared:
         """Checks and expands a program. Raises `GradruleError` with all that is wrong.
@@ -148,7 +146,6 @@ class Preparer:
             call: The structure of its calls.
             rules: The registry's rules, or the snapshot of a stored program's rules.
             ends_at: Loop time of the deadline; 0: none.
-            is_known: Called with the digest of the spec; where it returns True the program is not prepared.
             is_kept: Whether the answer holds what the registry stores.
         """
         task = link_pb2.ProgramTask(
@@ -156,30 +153,13 @@ class Preparer:
             call=shape_message(call),
             snapshot=rules if isinstance(rules, bytes) else None,
             namespace=f"gr{next(_serial)}",
-            may_be_known=is_known is not None,
             is_kept=is_kept,
         )
         keeping = _Keeping(self._kept, self._max_file_bytes)
-        questions = _WorkerQuestions(self._blobs, None if isinstance(rules, bytes) else rules, is_known, keeping)
+        questions = _WorkerQuestions(self._blobs, None if isinstance(rules, bytes) else rules, keeping)
         request = link_pb2.PrepareRequest(program=task)
         read = functools.partial(_read_program, questions)
         return await self._run_task(request, _digest_of_graph(spec), questions, ends_at, read)
-
-    async def graph_bytes(self, spec: bytes) -> int:
-        """Returns the size of a spec's graph in bytes; 0 if the spec is damaged or the blob is missing."""
-        try:
-            graph = link_pb2.RawProgramSpec.FromString(spec).graph
-            blob = link_pb2.RawGraphSource.FromString(graph).blob_sha256
-            if not blob:
-                return len(graph)
-            with contextlib.suppress(GradruleError):
-                return self._blobs.size(blob)
-            # It may be in the object store, but not yet in the cache of this server.
-            [size] = await asyncio.to_thread(self._blobs.sizes, [blob])
-            return max(0, size)
-        except (DecodeError, GradruleError):
-            # The worker reports what is wrong.
-            return 0
 
     async def variables(self, spec: bytes, ends_at: float) -> list[link_pb2.GraphVariable]:
         """Returns the variables of a spec's graph."""
@@ -284,7 +264,6 @@ class _WorkerQuestions:
     Args:
         blobs: The caller's blobs.
         rules: Finds rules by name; None: the task needs none.
-        is_known: Returns whether a program with this digest of its spec is cached; None: the worker must not ask.
         keeping: Keeps values; None: the task has none.
     """
 
@@ -292,15 +271,11 @@ class _WorkerQuestions:
         self,
         blobs: BlobStore,
         rules: RegistryLookup | None = None,
-        is_known: Callable[[bytes], bool] | None = None,
         keeping: _Keeping | None = None,
     ) -> None:
         self.keeping = keeping
         self._blobs = blobs
         self._rules = rules
-        self._is_known = is_known
-        self.has_reported_known = False
-        """Whether the worker has learnt that the program is known."""
         self._explained = 0
         self.bytes_left = _MAX_TOTAL_BYTES
         """Bytes of questions that the worker may still send."""
@@ -354,9 +329,6 @@ class _WorkerQuestions:
             case "blob":
                 await self._pin(question.blob)
                 return link_pb2.Answer()
-            case "spec_digest" if self._is_known is not None and len(question.spec_digest) == _DIGEST_BYTES:
-                self.has_reported_known = self._is_known(question.spec_digest)
-                return link_pb2.Answer(is_known=self.has_reported_known)
             case "content" if self.keeping is not None:
                 return link_pb2.Answer(file=await asyncio.to_thread(self.keeping.open, question.content))
             case "part" if self.keeping is not None:
@@ -429,8 +401,8 @@ def _read_program(questions: _WorkerQuestions, answer: bytes) -> Prepared:
     if len(answer) < start:
         raise DecodeError("it is too short")
     message = link_pb2.PreparedProgram.FromString(answer[_LENGTH.size : start])
-    if message.nodes < 0 or (message.is_known and not questions.has_reported_known):
-        raise DecodeError("it contradicts itself")
+    if message.nodes < 0:
+        raise DecodeError("it has a negative number of nodes")
     return Prepared(message, answer[start:], () if questions.keeping is None else questions.keeping.files)
 
 

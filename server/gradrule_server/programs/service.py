@@ -166,7 +166,6 @@ class ProgramService:
         async def compile(recovery: CallRecovery[Engine]) -> RunnableProgram:
             shape, lookup = replace(key.call, session=True), RegistryLookup(self._rules)
             program = await self._compiler.compile(spec, shape, lookup, recovery)
-            assert program is not None
             self.cache.put(key, program)
             return program
 
@@ -265,32 +264,17 @@ class ProgramService:
         self, spec: bytes, call: CallShape, recovery: CallRecovery[Engine]
     ) -> tuple[RunnableProgram, bool]:
         """Returns the program of a spec, and whether it was compiled now."""
-        raw = hashlib.sha256(spec).digest()
-        key = InlineKey(self.cache.spec_digest(raw), self._rules.revision, call)
+        key = InlineKey(hashlib.sha256(spec).digest(), self._rules.revision, call)
         found = self.cache.get(key)
         if found is not None:
             return found, False
 
-        async def compile(recovery: CallRecovery[Engine]) -> tuple[RunnableProgram, bool]:
-            own_key, known = key, None
+        async def compile(recovery: CallRecovery[Engine]) -> RunnableProgram:
+            program = await self._compiler.compile(spec, call, RegistryLookup(self._rules), recovery)
+            self.cache.put(key, program)
+            return program
 
-            def is_known(digest: bytes) -> bool:
-                # Other bytes may hold the same spec, because maps have no order.
-                nonlocal own_key, known
-                self.cache.add_spec_digest(raw, digest)
-                own_key = own_key._replace(spec_hash=digest)
-                known = self.cache.get(own_key, is_counted=False)
-                return known is not None
-
-            rules = RegistryLookup(self._rules)
-            program = await self._compiler.compile(spec, call, rules, recovery, is_known)
-            if program is not None:
-                self.cache.put(own_key, program)
-                return program, True
-            assert known is not None
-            return known, False
-
-        return await self.compile_tasks.run(key, recovery, compile, len(spec))
+        return await self.compile_tasks.run(key, recovery, compile, len(spec)), True
 
 
 _NOT_FINDINGS = frozenset(

@@ -148,16 +148,6 @@ def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
     assert [question.WhichOneof("question") for question in asked] == ["rules"] * 3 + ["unknown_rule"] * 20
 
 
-def test_a_program_that_is_known_is_not_prepared() -> None:
-    task = link_pb2.ProgramTask(spec=spec("Mine").SerializeToString(), may_be_known=True)
-    frames = Frames(lambda question: link_pb2.Answer(is_known=True))
-    frames.service = PreparationService(frames, lambda folder: Files())
-    request = link_pb2.PrepareRequest(program=task, limits=Limits().to_values())
-    answer = frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString()))
-    assert link_pb2.PreparedProgram.FromString(answer[_LENGTH.size :]).is_known
-    assert len(frames.asked) == 1
-
-
 def test_a_missing_graph_blob_is_refused() -> None:
     found = program_pb2.ProgramSpec(fetches=["y"])
     found.graph.blob_sha256 = _HASH

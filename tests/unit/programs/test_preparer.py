@@ -25,9 +25,7 @@ from gradrule_server.recovery.endings import EndReason, EngineEnd
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
-from tests.stores import folder_url, open_blobs
 from tests.unit.link.fake_engine import CRASH, KILLED, FakeEngine, FakePool
-from tests.unit.registry.test_blobs import put
 
 _SPEC = program_pb2.ProgramSpec(fetches=["y"]).SerializeToString()
 _MEMORY = EngineEnd(EndReason.MEMORY, "SIGKILL")
@@ -64,21 +62,6 @@ def preparer(folder: Path, workers: Workers) -> Preparer:
     pool: Any = FakePool()
     pool.workers = workers
     return Preparer(pool, CrashHistory(60.0), Limits(), BlobStore(folder, 0), "ada")
-
-
-async def test_size_of_a_graph_is_known_that_another_server_has_stored(tmp_path: Path) -> None:
-    store, url = Store(tmp_path / "registry"), folder_url(tmp_path)
-    graph = bytes(1000)
-    name = put(open_blobs(store, tmp_path / "one", url), graph)
-    blobs = open_blobs(store, tmp_path / "two", url)
-    pool: Any = FakePool()
-    pool.workers = Workers()
-    asked = Preparer(pool, CrashHistory(60.0), Limits(), blobs, "ada")
-    for sha256, size in ((name, 1000), ("0" * 64, 0), ("no name", 0)):
-        spec = program_pb2.ProgramSpec(graph={"blob_sha256": sha256}).SerializeToString()
-        assert await asked.graph_bytes(spec) == size
-    assert not list((tmp_path / "two").rglob(name))
-    store.close()
 
 
 async def refused(asked: Preparer) -> str:
@@ -148,7 +131,6 @@ def prepared(message: link_pb2.PreparedProgram, request: bytes = b"") -> bytes:
         struct.pack("<Q", 1 << 40),
         struct.pack("<Q", 2) + b"\xff\xff",
         prepared(link_pb2.PreparedProgram(nodes=-1)),
-        prepared(link_pb2.PreparedProgram(is_known=True)),
     ],
 )
 async def test_damaged_answer_ends_the_worker_with_a_typed_error(tmp_path: Path, answer: bytes) -> None:
@@ -159,25 +141,6 @@ async def test_damaged_answer_ends_the_worker_with_a_typed_error(tmp_path: Path,
     worker.send(Kind.PREPARED, answer)
     assert await task == "ENGINE_CRASHED"
     assert worker.ended
-
-
-async def test_digest_of_another_length_is_refused(tmp_path: Path) -> None:
-    worker, seen = Attached(), list[bytes]()
-    asked: Any = worker
-
-    def is_known(digest: bytes) -> bool:
-        seen.append(digest)
-        return True
-
-    preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0, is_known=is_known))
-    await worker.engine.next(Kind.PREPARE)
-    told = await worker.ask(link_pb2.Question(spec_digest=b"long" * 1000).SerializeToString(), 1)
-    assert told.HasField("fault")
-    assert not seen
-    assert (await worker.ask(link_pb2.Question(spec_digest=b"x" * 32).SerializeToString(), 2)).is_known
-    worker.send(Kind.PREPARED, prepared(link_pb2.PreparedProgram(is_known=True)))
-    assert (await preparing).message.is_known
-    assert seen == [b"x" * 32]
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,11 @@ class Fixture:
             placeholders=frozenset({"x"}),
         )
         program = RunnableProgram(compiled, Loadable("key", b""))
-        spec_hash = hashlib.sha256(_SPEC.SerializeToString()).digest()
+        spec_digest = hashlib.sha256(_SPEC.SerializeToString()).digest()
         session = program_pb2.ProgramSpec(fetches=["fetched"]).SerializeToString(deterministic=True)
         for key in (
-            InlineKey(spec_hash, 0, _SHAPE),
-            InlineKey(spec_hash, 0, _SPLIT),
+            InlineKey(spec_digest, 0, _SHAPE),
+            InlineKey(spec_digest, 0, _SPLIT),
             StoredKey("programs/p", CallShape()),
             SessionKey("s", session, _SHAPE),
         ):

@@ -192,7 +192,7 @@ class CountingPreparer:
         self.most = max(self.most, self.at_once)
         await asyncio.sleep(0.01)
         self.at_once -= 1
-        return SimpleNamespace(message=SimpleNamespace(is_known=False), compile_request=b"")
+        return SimpleNamespace(message=None, compile_request=b"")
 
 
 async def test_large_stored_graphs_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

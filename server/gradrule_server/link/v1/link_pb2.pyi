@@ -1549,7 +1549,6 @@ class ProgramTask(google.protobuf.message.Message):
     CALL_FIELD_NUMBER: builtins.int
     SNAPSHOT_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
-    MAY_BE_KNOWN_FIELD_NUMBER: builtins.int
     IS_KEPT_FIELD_NUMBER: builtins.int
     spec: builtins.bytes
     """Bytes of a `gradrule.v1.ProgramSpec`."""
@@ -1557,10 +1556,6 @@ class ProgramTask(google.protobuf.message.Message):
     """Rules of a stored program: bytes of a `gradrule.v1.ListRulesResponse`. Not set: the worker requests rules by name."""
     namespace: builtins.str
     """Prefix of the names of the program's functions, unique among all programs."""
-    may_be_known: builtins.bool
-    """Whether the worker first asks the front end if it knows the digest of the spec. If it does, the answer holds only
-    `is_known`.
-    """
     is_kept: builtins.bool
     """Whether the answer holds the content that the registry stores."""
     @property
@@ -1574,11 +1569,10 @@ class ProgramTask(google.protobuf.message.Message):
         call: global___CallShape | None = ...,
         snapshot: builtins.bytes | None = ...,
         namespace: builtins.str = ...,
-        may_be_known: builtins.bool = ...,
         is_kept: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "call", b"call", "snapshot", b"snapshot"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "call", b"call", "is_kept", b"is_kept", "may_be_known", b"may_be_known", "namespace", b"namespace", "snapshot", b"snapshot", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "call", b"call", "is_kept", b"is_kept", "namespace", b"namespace", "snapshot", b"snapshot", "spec", b"spec"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_snapshot", b"_snapshot"]) -> typing.Literal["snapshot"] | None: ...
 
 global___ProgramTask = ProgramTask
@@ -1600,7 +1594,6 @@ class PreparedProgram(google.protobuf.message.Message):
     PLACEHOLDERS_FIELD_NUMBER: builtins.int
     KEPT_SPEC_FIELD_NUMBER: builtins.int
     OVERRIDE_VALUES_FIELD_NUMBER: builtins.int
-    IS_KNOWN_FIELD_NUMBER: builtins.int
     RULE_NAMES_FIELD_NUMBER: builtins.int
     IS_BATCHED_FIELD_NUMBER: builtins.int
     TAIL_FIELD_NUMBER: builtins.int
@@ -1620,8 +1613,6 @@ class PreparedProgram(google.protobuf.message.Message):
     """If ProgramTask.is_kept: bytes of the `gradrule.v1.ProgramSpec`, with an inline graph as bytes."""
     override_values: builtins.bytes
     """If ProgramTask.is_kept: the overrides' param values, in bytes that are equal for equal values."""
-    is_known: builtins.bool
-    """Whether the front end knows the digest of the spec; no other field is set then."""
     is_batched: builtins.bool
     """Whether calls of the program may run in batches."""
     tail: builtins.bytes
@@ -1656,13 +1647,12 @@ class PreparedProgram(google.protobuf.message.Message):
         placeholders: collections.abc.Iterable[builtins.str] | None = ...,
         kept_spec: builtins.bytes = ...,
         override_values: builtins.bytes = ...,
-        is_known: builtins.bool = ...,
         rule_names: collections.abc.Iterable[builtins.str] | None = ...,
         is_batched: builtins.bool = ...,
         tail: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "derivative", b"derivative", "graph_digest", b"graph_digest", "is_batched", b"is_batched", "is_known", b"is_known", "kept_spec", b"kept_spec", "key", b"key", "likeness", b"likeness", "nodes", b"nodes", "override_values", b"override_values", "params", b"params", "placeholders", b"placeholders", "program", b"program", "rule_names", b"rule_names", "tail", b"tail"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "derivative", b"derivative", "graph_digest", b"graph_digest", "is_batched", b"is_batched", "kept_spec", b"kept_spec", "key", b"key", "likeness", b"likeness", "nodes", b"nodes", "override_values", b"override_values", "params", b"params", "placeholders", b"placeholders", "program", b"program", "rule_names", b"rule_names", "tail", b"tail"]) -> None: ...
 
 global___PreparedProgram = PreparedProgram
 
@@ -1844,15 +1834,12 @@ class Question(google.protobuf.message.Message):
     UNKNOWN_RULE_FIELD_NUMBER: builtins.int
     BLOB_SIZES_FIELD_NUMBER: builtins.int
     BLOB_FIELD_NUMBER: builtins.int
-    SPEC_DIGEST_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
     PART_FIELD_NUMBER: builtins.int
     unknown_rule: builtins.str
     """Why no rule has this name → Answer.fault, with similar names."""
     blob: builtins.str
     """Verifies the hash of this blob, and protects the blob from removal until the task ends."""
-    spec_digest: builtins.bytes
-    """Whether the front end knows a program with this digest → Answer.is_known."""
     part: builtins.bytes
     """The next bytes of the content that it does not keep → Answer.file once they are complete."""
     @property
@@ -1874,13 +1861,12 @@ class Question(google.protobuf.message.Message):
         unknown_rule: builtins.str = ...,
         blob_sizes: global___Names | None = ...,
         blob: builtins.str = ...,
-        spec_digest: builtins.bytes = ...,
         content: global___Content | None = ...,
         part: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "content", b"content", "part", b"part", "question", b"question", "rules", b"rules", "spec_digest", b"spec_digest", "unknown_rule", b"unknown_rule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "content", b"content", "part", b"part", "question", b"question", "rules", b"rules", "spec_digest", b"spec_digest", "unknown_rule", b"unknown_rule"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["question", b"question"]) -> typing.Literal["rules", "unknown_rule", "blob_sizes", "blob", "spec_digest", "content", "part"] | None: ...
+    def HasField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "content", b"content", "part", b"part", "question", b"question", "rules", b"rules", "unknown_rule", b"unknown_rule"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "content", b"content", "part", b"part", "question", b"question", "rules", b"rules", "unknown_rule", b"unknown_rule"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["question", b"question"]) -> typing.Literal["rules", "unknown_rule", "blob_sizes", "blob", "content", "part"] | None: ...
 
 global___Question = Question
 
@@ -1935,10 +1921,7 @@ class Answer(google.protobuf.message.Message):
     FAULT_FIELD_NUMBER: builtins.int
     RULES_FIELD_NUMBER: builtins.int
     SIZES_FIELD_NUMBER: builtins.int
-    IS_KNOWN_FIELD_NUMBER: builtins.int
     FILE_FIELD_NUMBER: builtins.int
-    is_known: builtins.bool
-    """Whether the front end knows the program."""
     file: builtins.str
     """Name of the file with the content."""
     @property
@@ -1961,11 +1944,10 @@ class Answer(google.protobuf.message.Message):
         fault: global___Fault | None = ...,
         rules: collections.abc.Iterable[gradrule.v1.rule_pb2.Rule] | None = ...,
         sizes: collections.abc.Iterable[builtins.int] | None = ...,
-        is_known: builtins.bool = ...,
         file: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fault", b"fault", "file", b"file", "is_known", b"is_known", "rules", b"rules", "sizes", b"sizes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fault", b"fault", "file", b"file", "rules", b"rules", "sizes", b"sizes"]) -> None: ...
 
 global___Answer = Answer
 
