@@ -13,7 +13,7 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.commands.registry import run
-from gradrule_server.registry import postgres_database, schema
+from gradrule_server.registry import database, schema
 from gradrule_server.registry.blob_index import BlobAmount
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.database import open_database
@@ -151,7 +151,7 @@ def test_backup_does_not_migrate(
     fill(tmp_path, database_url)
     monkeypatch.setattr(schema, "_STEPS", {"postgresql": {3: ("ALTER TABLE rules ADD COLUMN added INTEGER",)}})
     with monkeypatch.context() as newer:
-        for module in (schema, postgres_database):
+        for module in (schema, database):
             newer.setattr(module, "SCHEMA_VERSION", 4)
         assert run(["backup", str(tmp_path / "copy"), "--registry", database_url, "--data-dir", str(tmp_path)]) == 1
     assert "has schema version 3" in capsys.readouterr().err

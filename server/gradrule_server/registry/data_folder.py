@@ -1,4 +1,4 @@
-"""Manages the files beside a registry's database: the lock, the marker, the reserve for a full disk, SQLite's logs."""
+"""Manages the files beside a registry's database: the lock, the marker, SQLite's logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from gradrule_server.errors import CannotStartError
 
 DATABASE_FILE = "gradrule.db"
 MARKER = "gradrule.registry"
-RESERVE = "gradrule.reserve"
 _LOCK_FILE = "gradrule.lock"
 BLOBS = "blobs"
 """Name of the folder of blobs within the data folder."""
@@ -25,15 +24,11 @@ BLOB_CACHE = "blob-cache"
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of system calls on a full disk."""
 
-# Size of the reserve, bytes. Deleting a program writes one page for each thousand pages that it frees, and a few more.
-_RESERVE_BYTES = 4 << 20
-
 # SQLite keeps these files open and removes them only when the last connection is closed.
 _KEPT_OPEN = ("-wal", "-shm")
 
 # Errors of file systems that cannot lock folders. Network file systems, for example, can lock only files.
 _NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-_IS_RUNNING = "running"
 
 
 class StoreError(CannotStartError):
@@ -121,11 +116,8 @@ def add_suffix(paths: Iterable[Path], suffix: str) -> list[Path]:
 class FolderLock:
     """Holds advisory locks on a folder and on a lock file in it until `release` or the end of the process.
 
-    The lock on the folder stays valid if the lock file is removed. The lock file names the process; older releases lock
-    only the file.
-
-    Attributes:
-        was_killed: Whether the process that held the lock before ended without releasing it.
+    The lock on the folder stays valid if the lock file is removed. The lock file names the process; older releases, and
+    file systems that cannot lock folders, lock only the file.
 
     Raises:
         FolderInUseError: Another process has locked the folder.
@@ -133,76 +125,32 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._path = folder / _LOCK_FILE
-        self._file = -1
-        self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._lock_folder()
-            self.was_killed = self._lock_file()
-        except BaseException:
-            self.release()
-            raise
-
-    def restore_file(self) -> bool:
-        """Creates and locks the lock file again if it was removed or replaced; returns whether it was.
-
-        Raises:
-            FolderInUseError: Another process has locked the new lock file.
-        """
-        held = os.fstat(self._file)
-        if _identity(self._path) == (held.st_dev, held.st_ino):
-            return False
-        os.close(self._file)
-        self._file = -1
-        self._lock_file()
-        return True
+        path = folder / _LOCK_FILE
+        with contextlib.ExitStack() as opened:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            opened.callback(os.close, handle)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            opened.callback(os.close, self._file)
+            try:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as cause:
+                    if cause.errno not in _NO_FOLDER_LOCKS:
+                        raise
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as held:
+                holder = os.pread(self._file, 64, 0).decode(errors="replace").split()[:1]
+                raise FolderInUseError(
+                    f"{folder} is in use by another server (process {holder[0] if holder else 'unknown'}); stop it, "
+                    "or give another --data-dir"
+                ) from held
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+            self._opened = opened.pop_all()
 
     def release(self) -> None:
         """Releases the locks, so that other processes can use the folder; does nothing the second time."""
-        if self._file >= 0:
-            os.ftruncate(self._file, 0)
-            os.close(self._file)
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._file = self._handle = -1
-
-    def _lock_folder(self) -> None:
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as held:
-            raise self._in_use() from held
-        except OSError as cause:
-            if cause.errno not in _NO_FOLDER_LOCKS:
-                raise
-
-    def _lock_file(self) -> bool:
-        """Locks the file and writes the process id into it; returns `was_killed`."""
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Only current releases write this word; older ones leave their process id in the file when they stop.
-            was_killed = os.pread(file, 64, 0).decode(errors="replace").split()[1:] == [_IS_RUNNING]
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"{os.getpid()} {_IS_RUNNING}\n".encode(), 0)
-        except BlockingIOError as held:
-            os.close(file)
-            raise self._in_use() from held
-        except BaseException:
-            os.close(file)
-            raise
-        self._file = file
-        return was_killed
-
-    def _in_use(self) -> FolderInUseError:
-        try:
-            holder = self._path.read_text(errors="replace").split()[:1]
-        except OSError:
-            holder = []
-        return FolderInUseError(
-            f"{self._folder} is in use by another server (process {holder[0] if holder else 'unknown'}); stop it, or "
-            "give another --data-dir"
-        )
+        self._opened.close()
 
 
 def lock_folder(folder: Path) -> FolderLock:
@@ -229,33 +177,6 @@ class OpenFiles:
             if opened is not None and found != opened:
                 return f"{file} was {'removed' if found is None else 'replaced'} while the server uses it"
         return None
-
-
-class Reserve:
-    """A file that reserves disk space, so that deleting works on a full disk."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / RESERVE
-
-    def create(self) -> bool:
-        """Reserves the space; returns False if the disk is full or the file system cannot reserve space."""
-        handle = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            os.posix_fallocate(handle, 0, _RESERVE_BYTES)
-        except OSError:
-            self._path.unlink()
-            return False
-        finally:
-            os.close(handle)
-        return True
-
-    def release(self) -> bool:
-        """Frees the space; returns False if no space was reserved."""
-        try:
-            self._path.unlink()
-        except FileNotFoundError:
-            return False
-        return True
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Defines what a registry needs of its database, and opens one: SQLite in the data folder, or PostgreSQL.
+"""Defines the database of a registry, and opens one: SQLite in the data folder, or PostgreSQL.
 
 Several servers may use one PostgreSQL database. Each keeps rules in memory, and sees by the revisions in `tenant_usage`
 that another server has changed them.
@@ -6,31 +6,40 @@ that another server has changed them.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine, inspect
 
 from gradrule_server.registry.data_folder import StoreError
+from gradrule_server.registry.schema import SCHEMA_VERSION, metadata, migrate, read_meta, write_meta
+from gradrule_server.registry.usage import count_again
 
-T = TypeVar("T")
-
-LARGE_BYTES = 1 << 20
-"""Size from which on a row takes long to write and read, bytes."""
+_log = logging.getLogger(__name__)
 
 # How long a server that starts waits for a database that starts too.
 _START_WAIT_S = 30.0
+
+# The tables that every release had.
+_OLDEST_TABLES = frozenset({"meta", "rules", "blobs", "programs"})
+
+
+class VersionError(StoreError):
+    """The tables are those of another release; the message says what to do."""
 
 
 class Database(ABC):
     """The database of a registry. All methods block; safe to use from several threads.
 
     Reading and writing raise UNAVAILABLE while the database cannot be used. Writing raises QUOTA_EXCEEDED if the disk
-    is full, and changes nothing then.
+    is full, and changes nothing then. Subclasses connect, lock writers, and translate errors.
 
     Attributes:
         is_shared: Whether several servers may use the database at a time.
@@ -43,42 +52,121 @@ class Database(ABC):
     description: str
     away: str = ""
     away_since: float | None = None
+    _engine: Engine
+    _reader: Engine
+
+    def __init__(self) -> None:
+        self._thread = _ThreadState()
 
     def _set_away(self, reason: str) -> None:
         """Stores why the database cannot be used now, and since when; empty: it can be used."""
         self.away_since = (self.away_since or time.monotonic()) if reason else None
         self.away = reason
 
-    @abstractmethod
-    def read(self) -> AbstractContextManager[Connection]:
-        """Opens a transaction that reads; all its queries see one state."""
+    @contextmanager
+    def read(self, size: int = 0) -> Iterator[Connection]:
+        """Opens a transaction that reads; all its queries see one state.
 
-    @abstractmethod
-    def write(self) -> AbstractContextManager[Connection]:
-        """Opens a transaction that writes; its changes survive once the context ends without an error.
+        Within `exclusively` or `snapshot` it is a part of that transaction.
 
-        Within `exclusively` it is a part of that transaction.
+        Args:
+            size: Bytes of its largest row, which a database on a network needs time for; 0: small.
         """
+        with self._transaction(is_writing=False) as connection, self._time_for(connection, size):
+            yield connection
+
+    @contextmanager
+    def write(self, size: int = 0) -> Iterator[Connection]:
+        """Opens a transaction that writes, see `read`; its changes survive once the context ends without an error."""
+        with self._transaction(is_writing=True) as connection, self._time_for(connection, size):
+            yield connection
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Lets nobody else write while the context decides by what it reads and then writes, in one transaction."""
+        with self.write() as connection:
+            self.lock(connection)
+            with self._entered(connection):
+                yield
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Lets all reads of the context see one state, also while other servers write."""
+        with self.read() as connection, self._entered(connection):
+            yield
+
+    @contextmanager
+    def _transaction(self, *, is_writing: bool) -> Iterator[Connection]:
+        if self._thread.connection is not None:
+            yield self._thread.connection
+            return
+        engine = self._engine if is_writing else self._reader
+        with self._guarded(is_writing=is_writing), engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _entered(self, connection: Connection) -> Iterator[None]:
+        """Makes a transaction the one that `read` and `write` of this thread use."""
+        self._thread.connection = connection
+        try:
+            yield
+        finally:
+            self._thread.connection = None
+
+    def _prepare(self, connection: Connection, before_migration: Callable[[int], None] = lambda _: None) -> bool:
+        """Creates the tables in a new database, or checks and migrates those of an older release.
+
+        Args:
+            connection: A transaction that writes.
+            before_migration: Called with the older version before anything is changed.
+
+        Returns:
+            Whether the database was empty.
+
+        Raises:
+            StoreError: The database is that of another program, or of another version.
+        """
+        tables = set(inspect(connection).get_table_names())
+        if tables and not tables >= _OLDEST_TABLES:
+            raise StoreError(
+                f"{self.description} is the database of another program (it has the table {min(tables)}); use a "
+                "database or --data-dir for gradrule alone"
+            )
+        metadata.create_all(connection)
+        # Also a registry of a release without ids has none.
+        if not tables or read_meta(connection, "registry_id") is None:
+            write_meta(connection, "registry_id", uuid.uuid4().hex)
+        if not tables:
+            write_meta(connection, "schema_version", str(SCHEMA_VERSION))
+            return True
+        version = read_meta(connection, "schema_version")
+        if migrate(connection, version, before_migration):
+            count_again(connection)
+            _log.info("%s had schema version %s and has %d now", self.description, version, SCHEMA_VERSION)
+        else:
+            self._check_version(connection)
+        return False
+
+    def _check_version(self, connection: Connection) -> None:
+        """Raises `VersionError` if the tables are not those of this release."""
+        version = read_meta(connection, "schema_version")
+        if version != str(SCHEMA_VERSION):
+            raise VersionError(
+                f"{self.description} has schema version {version}, and this release reads version {SCHEMA_VERSION}; "
+                "use the release that wrote it, or create an empty registry (`gradrule registry new`)"
+            )
+
+    def _time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
+        """Gives the statements of a context the time that a row of `size` bytes needs."""
+        return nullcontext()
+
+    @abstractmethod
+    def _guarded(self, *, is_writing: bool) -> AbstractContextManager[None]:
+        """Returns a context for a transaction, which raises `GradruleError` in place of errors of the database."""
 
     @abstractmethod
     def lock(self, connection: Connection) -> None:
         """Waits until no other transaction of `write` has this lock, and holds it until the transaction ends."""
-
-    @abstractmethod
-    def exclusively(self) -> AbstractContextManager[None]:
-        """Lets no other server write while the context decides by what it reads and then writes.
-
-        Does nothing where one server uses the database: its caller's locks suffice.
-        """
-
-    @abstractmethod
-    def snapshot(self) -> AbstractContextManager[None]:
-        """Lets all reads of the context see one state, also while other servers write."""
-
-    def delete(self, work: Callable[[Connection], T]) -> T:
-        """Runs a transaction that frees space, also on a full disk where that is possible."""
-        with self.write() as connection:
-            return work(connection)
 
     @abstractmethod
     def close(self) -> None:
@@ -88,9 +176,11 @@ class Database(ABC):
     def check(self) -> None:
         """Called at intervals: logs why the database cannot be used."""
 
-    @abstractmethod
-    def time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
-        """Gives the statements of a context the time that a row of `size` bytes needs."""
+
+class _ThreadState(threading.local):
+    """The transaction that a thread has open in `exclusively` or `snapshot`."""
+
+    connection: Connection | None = None
 
 
 def open_database(url: str, folder: Path, *, is_new: bool = False) -> Database:

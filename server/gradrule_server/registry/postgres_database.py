@@ -1,7 +1,7 @@
 """Opens and uses a registry's database in PostgreSQL, which several servers share.
 
 A writer holds an advisory lock of PostgreSQL while it decides by names and quotas that it reads, until its transaction
-has ended: names are unique and quotas are exact across servers.
+has ended: names are unique and quotas are exact across servers. All waits are bounded.
 
 While the database is away, calls fail at once; one at a time tries to connect.
 """
@@ -9,35 +9,62 @@ While the database is away, calls fail at once; one at a time tries to connect.
 from __future__ import annotations
 
 import logging
-import re
+import select
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psycopg
-from sqlalchemy import Connection, inspect, text
-from sqlalchemy.exc import DBAPIError
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import Conninfo, Format
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.exc import DBAPIError, DisconnectionError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.registry.data_folder import DATABASE_FILE, FolderLock, StoreError, lock_folder
-from gradrule_server.registry.database import Database
-from gradrule_server.registry.database_url import describe_url, hide_password
-from gradrule_server.registry.postgres_connection import (
-    create_postgres_engine,
-    is_refused,
-    time_for,
-)
-from gradrule_server.registry.schema import SCHEMA_VERSION, metadata, migrate, read_meta, write_meta
-from gradrule_server.registry.usage import count_again
+from gradrule_server.registry.database import Database, VersionError
+from gradrule_server.registry.database_url import check_url, describe_url, hide_password
 
 _log = logging.getLogger(__name__)
+
+# What PostgreSQL shows as the name of a server's connections, unless the URL sets another.
+_APPLICATION_NAME = "gradrule"
+# Longest time until a host has accepted a connection, seconds.
+_CONNECT_S = 3
+# Longest time that PostgreSQL works on a statement or waits for a lock, seconds.
+_STATEMENT_S = 5.0
+# Longest time without an answer, seconds; then the connection is closed.
+_ANSWER_S = _STATEMENT_S + 1.0
+# Longest wait for a connection that other threads have, seconds. Where the database hangs, those that wait for its
+# answer report that first.
+_WAIT_S = _ANSWER_S + 1.0
+# Size from which on a row takes long to write and read, bytes, and the rate that it gets time for, bytes per second.
+_LARGE_BYTES = 1 << 20
+_LARGE_RATE = 5 << 20
+
+_SETTINGS = {
+    "statement_timeout": f"{_STATEMENT_S * 1000:.0f}",
+    "lock_timeout": f"{_STATEMENT_S * 1000 - 500:.0f}",
+    # A server that hangs within a transaction must not stop the writes of all others.
+    "idle_in_transaction_session_timeout": "15000",
+    # An acknowledged write must survive, whatever the default of the database is.
+    "synchronous_commit": "on",
+}
+
+_DEFAULTS = {
+    "connect_timeout": str(_CONNECT_S),
+    "application_name": _APPLICATION_NAME,
+    "target_session_attrs": "read-write",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+}
 
 # `gradrule` in ASCII.
 _LOCK_KEY = 0x6772616472756C65
@@ -54,21 +81,8 @@ _NOT_PERMITTED = "42501"
 # A text that the database cannot store, a constraint or a damaged row: concerns the caller only. Other errors of class
 # 22, such as a number out of range, come from statements and rows of the server.
 _OF_THE_CALLER = ("22021", "23", "XX")
-# The database went away or refuses connections: shut down, starting, out of connections or memory, read-only.
-_AWAY = ("08", "53", "57P", "25006")
 # All connections that the database or the role may have are in use.
 _TOO_MANY_CONNECTIONS = ("too many", "connection slots")
-# Messages of libpq, which are always in English, and of a server that is up: another attempt may succeed.
-_TEMPORARY = (*_TOO_MANY_CONNECTIONS, "read-only", "hot standby", "closed the connection", "timeout expired")
-# Messages of libpq on encryption that another attempt meets too.
-_NOT_ENCRYPTED = re.compile(r"does not support SSL|certificate|SSL error: (?!unexpected eof)|GSSAPI encryption")
-
-# The tables that every release had.
-_OLDEST_TABLES = frozenset({"meta", "rules", "blobs", "programs"})
-
-
-class SupersededError(Exception):
-    """A newer release has migrated the tables; the message says to which version."""
 
 
 class PostgresDatabase(Database):
@@ -89,19 +103,18 @@ class PostgresDatabase(Database):
     def __init__(
         self, url: str, folder: Path | None = None, *, wait_s: float = 0.0, is_read_only: bool = False
     ) -> None:
+        super().__init__()
         self.description = describe_url(url)
         self._url = url
         self._is_read_only = is_read_only
         self._warning = RepeatedWarning(_log)
         self._connections_warning = RepeatedWarning(_log)
-        self._superseded: SupersededError | None = None
-        self._thread = _ThreadState()
         self._state = threading.Lock()
-        self.away = ""
-        self._is_probing = False
+        # When a call may try again to connect, and the thread of that call.
         self._probe_at = 0.0
+        self._prober = 0
         self._folder_lock = None if folder is None else _lock_folder(folder)
-        self._engine = create_postgres_engine(url, _CONNECTIONS, self._check_probe)
+        self._engine = _create_engine(url, self._check_probe)
         # One snapshot for all queries of a transaction.
         options: Mapping[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         self._reader = self._engine.execution_options(**options)
@@ -116,13 +129,12 @@ class PostgresDatabase(Database):
         self._disconnect()
         if self._folder_lock is not None:
             self._folder_lock.release()
-            self._folder_lock = None
 
     def check(self) -> None:
         """Logs why the database cannot be used, and when it can be used again."""
         was_away = self.away
         try:
-            with self._guarded(), self._reader.begin() as connection:
+            with self.read() as connection:
                 self._check_version(connection)
         except GradruleError as cause:
             self._warning.report(f"{self.away or cause.message}; the server goes on with what it has in memory")
@@ -131,128 +143,52 @@ class PostgresDatabase(Database):
         if was_away:
             _log.info("the registry's database %s can be used again", self.description)
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
-        if self._thread.connection is not None:
-            yield self._thread.connection
-            return
-        with self._guarded(), self._reader.begin() as connection:
-            self._check_superseded()
-            yield connection
-
-    @contextmanager
-    def write(self) -> Iterator[Connection]:
-        if self._thread.connection is not None:
-            yield self._thread.connection
-            return
-        with self._guarded(), self._engine.begin() as connection:
-            self._check_superseded()
-            yield connection
-
     def lock(self, connection: Connection) -> None:
         if self._thread.connection is None:
             _lock_writers(connection)
+            # A newer release may have migrated the tables meanwhile.
             self._check_version(connection)
 
     @contextmanager
-    def exclusively(self) -> Iterator[None]:
-        with self.write() as connection:
-            self.lock(connection)
-            with self._entered(connection):
-                yield
-
-    @contextmanager
-    def snapshot(self) -> Iterator[None]:
-        with self.read() as connection, self._entered(connection):
-            yield
-
-    @contextmanager
-    def _entered(self, connection: Connection) -> Iterator[None]:
-        """Makes a transaction the one that `read` and `write` of this thread use."""
-        self._thread.connection = connection
-        try:
-            yield
-        finally:
-            self._thread.connection = None
-
-    def _check_version(self, connection: Connection) -> None:
-        """Raises `SupersededError` if a newer release has migrated the tables."""
-        version = read_meta(connection, "schema_version")
-        self._superseded = None
-        if version != str(SCHEMA_VERSION):
-            raise SupersededError(
-                f"the registry has schema version {version} now, and this server reads version {SCHEMA_VERSION}; "
-                "start a server of the newer release"
-            )
-
-    def _check_superseded(self) -> None:
-        """Raises `SupersededError` if the tables are those of a newer release, which this one would misread."""
-        if self._superseded is not None:
-            raise self._superseded
-
-    def time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
-        return time_for(connection, size)
+    def _transaction(self, *, is_writing: bool) -> Iterator[Connection]:
+        is_first = self._thread.connection is None
+        with super()._transaction(is_writing=is_writing) as connection:
+            if is_first:
+                self._check_version(connection)
+            yield connection
 
     def _open(self, ends_at: float) -> None:
         """Creates or checks the tables. Several servers may do this at once: one does it, and the others find them."""
-        refusal = last = ""
         while True:
             try:
                 with self._engine.begin() as connection:
                     _check_encoding(connection, self.description)
-                    if not self._is_read_only:
+                    if self._is_read_only:
+                        self._check_tables(connection)
+                    else:
                         _lock_writers(connection)
-                    self._create_or_check(connection)
+                        self._prepare(connection)
                 return
             except (DBAPIError, PoolTimeoutError) as cause:
                 reason = self._reason(cause)
-                if not _is_away(cause) or reason == refusal or time.monotonic() > ends_at:
+                if not isinstance(cause, OperationalError | PoolTimeoutError) or time.monotonic() > ends_at:
                     raise StoreError(f"the database {self.description} cannot be used: {reason}") from None
-                if reason != last and not any(words in str(cause) for words in _TEMPORARY) and is_refused(self._url):
-                    # It may have become ready since: the next attempt decides.
-                    refusal = reason
-                else:
-                    self._warning.report(f"waiting for the database {self.description}: {reason}")
-                last = reason
+                self._warning.report(f"waiting for the database {self.description}: {reason}")
             time.sleep(_START_POLL_S)
 
-    def _create_or_check(self, connection: Connection) -> None:
-        tables = set(inspect(connection).get_table_names())
-        if tables and not tables >= _OLDEST_TABLES:
-            raise StoreError(
-                f"{self.description} is the database of another program (it has the table {min(tables)}); create a "
-                "database for gradrule alone"
-            )
-        if self._is_read_only and not tables:
+    def _check_tables(self, connection: Connection) -> None:
+        """Raises `StoreError` if there are no tables of this release."""
+        if not inspect(connection).has_table("meta"):
             raise StoreError(f"there is no registry in {self.description}: it has no tables")
-        if not self._is_read_only:
-            metadata.create_all(connection)
-        if not tables:
-            write_meta(connection, "schema_version", str(SCHEMA_VERSION))
-            write_meta(connection, "registry_id", uuid.uuid4().hex)
-            return
-        version = read_meta(connection, "schema_version")
-        if not self._is_read_only and migrate(connection, version, lambda _: None):
-            count_again(connection)
-            _log.info("%s had schema version %s and has %d now", self.description, version, SCHEMA_VERSION)
-        elif version != str(SCHEMA_VERSION):
-            raise StoreError(
-                f"{self.description} has schema version {version}, and this release reads version {SCHEMA_VERSION}; "
-                "use the release that wrote it"
-            )
+        self._check_version(connection)
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self, *, is_writing: bool) -> Iterator[None]:
         """Raises UNAVAILABLE in place of errors of the database, and at once while it is away."""
-        if self._thread.is_guarded:
-            yield
-            return
-        is_probe = self._enter()
-        self._thread.is_guarded, self._thread.is_probe = True, is_probe
+        self._enter()
         try:
             yield
-        except SupersededError as cause:
-            self._superseded = cause
+        except VersionError as cause:
             self._set_away(str(cause))
             raise _unavailable("was changed by a newer release, which this server cannot read") from cause
         except PoolTimeoutError as cause:
@@ -262,27 +198,22 @@ class PostgresDatabase(Database):
         else:
             if self.away:
                 self._set_away("")
-        finally:
-            self._thread.is_guarded = self._thread.is_probe = False
-            if is_probe:
-                self._is_probing = False
 
-    def _enter(self) -> bool:
-        """Returns whether this call tries if the database is back. Raises UNAVAILABLE if another call does that."""
+    def _enter(self) -> None:
+        """Raises UNAVAILABLE while the database is away, unless this call tries if it is back."""
         with self._state:
-            if not self.away:
-                return False
-            if self._is_probing or time.monotonic() < self._probe_at:
-                raise _unavailable("cannot be used now")
-            self._is_probing = True
-            return True
+            if self.away:
+                if time.monotonic() < self._probe_at:
+                    raise _unavailable("cannot be used now")
+                # Other calls wait for the outcome of this one.
+                self._probe_at, self._prober = time.monotonic() + _WAIT_S, threading.get_ident()
 
     def _check_probe(self) -> None:
         """Raises UNAVAILABLE if the database is away and this thread does not try if it is back.
 
         Calls that waited for a connection meanwhile would otherwise each wait for a new connection.
         """
-        if self.away and not self._thread.is_probe:
+        if self.away and self._prober != threading.get_ident():
             raise _unavailable("cannot be used now")
 
     def _disconnect(self) -> None:
@@ -292,7 +223,22 @@ class PostgresDatabase(Database):
     def _set_away(self, reason: str) -> None:
         with self._state:
             super()._set_away(reason)
-            self._probe_at = time.monotonic() + _RETRY_S
+            self._probe_at, self._prober = time.monotonic() + _RETRY_S, 0
+
+    @contextmanager
+    def _time_for(self, connection: Connection, size: int) -> Iterator[None]:
+        if size < _LARGE_BYTES:
+            yield
+            return
+        driver = connection.connection.driver_connection
+        assert isinstance(driver, _BoundedConnection)
+        seconds = _STATEMENT_S + size / _LARGE_RATE
+        connection.execute(text(f"SET LOCAL statement_timeout = {seconds * 1000:.0f}"))
+        driver.answer_s = seconds + 1.0
+        try:
+            yield
+        finally:
+            driver.answer_s = _ANSWER_S
 
     def _translate(self, cause: DBAPIError) -> Exception:
         state = _sqlstate(cause)
@@ -330,12 +276,79 @@ class PostgresDatabase(Database):
         return hide_password("; ".join(lines[:2]) or type(original).__name__, self._url)
 
 
-class _ThreadState(threading.local):
-    """The transaction that a thread has open in `exclusively` or `snapshot`, and what `_guarded` knows of it."""
+class _BoundedConnection(psycopg.Connection[Any]):
+    """A connection that is closed if PostgreSQL does not answer in time, as where its machine hangs."""
 
-    connection: Connection | None = None
-    is_guarded = False
-    is_probe = False
+    answer_s = _ANSWER_S
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        try:
+            return super().wait(gen, interval, self.answer_s if timeout is None else timeout)
+        except psycopg.errors._WaitTimeout as cause:
+            self.pgconn.finish()
+            raise psycopg.OperationalError(f"no answer within {self.answer_s:g} s") from cause
+
+
+class _BinaryCursor(psycopg.Cursor[Any]):
+    """A cursor that receives rows in PostgreSQL's binary format, in which bytes are half as long as in text."""
+
+    def __init__(self, connection: Any, **options: Any) -> None:
+        super().__init__(connection, **options)
+        self.format = Format.BINARY
+
+
+def _create_engine(url: str, check: Callable[[], None]) -> Engine:
+    """Returns a pool of at most `_CONNECTIONS` connections; it connects when a connection is needed.
+
+    Args:
+        url: The URL of the database.
+        check: Called before each attempt to connect; what it raises is raised instead.
+    """
+    check_url(url)
+
+    def connect() -> _BoundedConnection:
+        check()
+        connection: _BoundedConnection = _BoundedConnection.connect(
+            **_connect_arguments(url), prepare_threshold=None, cursor_factory=_BinaryCursor
+        )
+        return connection
+
+    engine = create_engine(
+        "postgresql+psycopg://",
+        creator=connect,
+        pool_size=_CONNECTIONS,
+        max_overflow=0,
+        pool_timeout=_WAIT_S,
+        # Errors are logged, and parameters hold what tenants store.
+        hide_parameters=True,
+    )
+    # Not the ping of SQLAlchemy, which would wait for an answer before each transaction.
+    event.listen(engine, "checkout", _replace_if_ended)
+    return engine
+
+
+def _connect_arguments(url: str) -> dict[str, Any]:
+    # libpq reads the URL, so that all its options work: sslmode, passfile, several hosts.
+    given = {name: value for name, value in conninfo_to_dict(url).items() if value is not None}
+    # Variables such as PGOPTIONS, and the file that PGSERVICE names.
+    names = {*_DEFAULTS, "options"}
+    environment = {
+        name: option.val.decode()
+        for option in Conninfo.get_defaults()
+        if (name := option.keyword.decode()) in names and option.val is not None and option.val != option.compiled
+    }
+    arguments: dict[str, Any] = _DEFAULTS | environment | given
+    options = [arguments.get("options", ""), *(f"-c {name}={value}" for name, value in _SETTINGS.items())]
+    return arguments | {"options": " ".join(options).strip(), "client_encoding": "utf8"}
+
+
+def _replace_if_ended(connection: psycopg.Connection[Any], *_: object) -> None:
+    """Lets the pool connect again if PostgreSQL has ended a connection that was not in use."""
+    # An unused connection has something to read only at its end, which a last message may precede.
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    if poll.poll(0):
+        raise DisconnectionError("PostgreSQL has ended the connection")
 
 
 def _lock_folder(folder: Path) -> FolderLock:
@@ -364,21 +377,6 @@ def _check_encoding(connection: Connection, description: str) -> None:
 
 def _sqlstate(cause: DBAPIError) -> str:
     return getattr(cause.orig, "sqlstate", None) or ""
-
-
-def _is_away(cause: Exception) -> bool:
-    """Returns whether waiting may help a server that starts, because the database itself is away."""
-    if isinstance(cause, PoolTimeoutError):
-        return True
-    if not isinstance(cause, DBAPIError):
-        return False
-    state = _sqlstate(cause)
-    if state:
-        return state.startswith(_AWAY)
-    # libpq gives no state where no connection was made or where it ended.
-    if _NOT_ENCRYPTED.search(str(cause.orig)):
-        return False
-    return cause.connection_invalidated or isinstance(cause.orig, psycopg.OperationalError | psycopg.InterfaceError)
 
 
 def _unavailable(problem: str) -> GradruleError:

@@ -48,19 +48,31 @@ class NeededBlobs:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._revision = -1
+        self._known: dict[tuple[str, str, str], list[str]] = {}
+        """The blobs of each program, by tenant, id and identity."""
         self._found: set[tuple[str, str]] = set()
 
     def __call__(self) -> set[tuple[str, str]]:
-        """Returns folder and name of each blob. Reads the specs of all programs, if any has changed."""
+        """Returns folder and name of each blob. Reads only the specs of programs that are new since the last call."""
         revision = self._store.total_usage().programs_revision
         if revision != self._revision:
-            self._found = {
-                (folder_name(tenant), name)
-                for tenant, program_id, spec in self._store.program_specs()
-                for name in needed_blobs(tenant, program_id, spec)
+            # One by one: all specs together, which may hold tensors, may be larger than the memory.
+            self._known = {
+                key: self._known[key] if key in self._known else self._read(*key)
+                for key in self._store.program_keys_of_all()
             }
+            self._found = {(folder_name(key[0]), name) for key, names in self._known.items() for name in names}
             self._revision = revision
         return self._found
+
+    def _read(self, tenant: str, program_id: str, identity: str) -> list[str]:
+        """Returns the blobs that a program needs; none if it is gone or cannot be read."""
+        try:
+            spec = self._store.program_spec(program_id, identity, tenant)
+            return [] if spec is None else variable_blobs(read_spec(tenant, program_id, spec))
+        except UnreadableRowError as cause:
+            _log_unreadable(tenant, program_id, cause)
+            return []
 
 
 class ProgramRegistry:
@@ -317,15 +329,6 @@ def read_spec(tenant: str, program_id: str, spec: bytes) -> program_pb2.ProgramS
             raise UnreadableRowError(f"its {name} {text!r} is not a valid name")
     with _decoding():
         return program_pb2.ProgramSpec.FromString(spec)
-
-
-def needed_blobs(tenant: str, program_id: str, spec: bytes) -> list[str]:
-    """Returns the blobs that a stored program needs; none if it cannot be read."""
-    try:
-        return variable_blobs(read_spec(tenant, program_id, spec))
-    except UnreadableRowError as cause:
-        _log_unreadable(tenant, program_id, cause)
-        return []
 
 
 def read_summary(summary: bytes) -> program_pb2.Program:

@@ -10,9 +10,8 @@ import logging
 import os
 import sqlite3
 import threading
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect
@@ -24,11 +23,8 @@ from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.registry.data_folder import (
     DATABASE_FILE,
-    DISK_FULL_ERRORS,
     MARKER,
-    FolderInUseError,
     OpenFiles,
-    Reserve,
     StoreError,
     find_logs,
     lock_folder,
@@ -37,17 +33,8 @@ from gradrule_server.registry.data_folder import (
     sync_to_disk,
     write_marker,
 )
-from gradrule_server.registry.database import Database, T
-from gradrule_server.registry.schema import (
-    SCHEMA_VERSION,
-    copy_database,
-    metadata,
-    migrate,
-    old_version_path,
-    read_meta,
-    write_meta,
-)
-from gradrule_server.registry.usage import count_again
+from gradrule_server.registry.database import Database
+from gradrule_server.registry.schema import copy_database, old_version_path, read_meta
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +44,7 @@ _NEW_HINT = "create an empty registry (`gradrule registry new`)"
 class SqliteDatabase(Database):
     """A registry's database in a data folder, which one server uses at a time.
 
-    Reading and writing raise UNAVAILABLE if the file was removed or replaced after it was opened. Deleting works also
-    on a full disk.
+    Reading and writing raise UNAVAILABLE if the file was removed or replaced after it was opened.
 
     Args:
         folder: The data folder, which is created if missing.
@@ -70,30 +56,16 @@ class SqliteDatabase(Database):
     """
 
     def __init__(self, folder: Path, *, is_new: bool = False) -> None:
+        super().__init__()
         self.path = folder / DATABASE_FILE
         self.description = str(self.path)
         self._is_new = is_new
-        self._reserve = Reserve(folder)
         self._warning = RepeatedWarning(_log)
         self._files: OpenFiles | None = None
         # SQLite allows one writer at a time. Use a lock, because SQLite would poll, and late writers could overtake.
         self._writing = threading.Lock()
-        try:
-            self._lock_and_open()
-        except StoreError as failure:
-            if not (_is_full(failure.__cause__) and self._reserve.release()):
-                raise
-            _log.warning("the disk of %s is full; the space reserved for deletions was used to open it", self.path)
-            self._lock_and_open()
-        self._renew_reserve()
-
-    def _renew_reserve(self) -> None:
-        if not self._reserve.create():
-            _log.warning("cannot reserve space beside %s: deletions may fail when the disk is full", self.path)
-
-    def _lock_and_open(self) -> None:
-        self._lock = lock_folder(self.path.parent)
-        self._engine = _engine(self.path, self._check_files)
+        self._lock = lock_folder(folder)
+        self._engine = self._reader = _engine(self.path, self._check_files)
         self._pinned: Connection | None = None
         try:
             self._create_file()
@@ -119,11 +91,6 @@ class SqliteDatabase(Database):
     def check(self) -> None:
         """Logs a warning if the registry's files were removed or replaced; called at intervals."""
         problem = None if self._files is None else self._files.problem()
-        try:
-            if self._lock.restore_file():
-                _log.warning("the lock file of %s was removed, and was created again", self.path.parent)
-        except FolderInUseError as other:
-            problem = problem or str(other)
         if problem:
             problem += (
                 "; rules and programs cannot be read or changed. Put the file back; or stop the server, restore a "
@@ -137,11 +104,6 @@ class SqliteDatabase(Database):
         # SQLite syncs the content of files, not the names in a folder.
         path, folder = self.path, self.path.parent
         if path.exists():
-            if self._lock.was_killed and not path.with_name(path.name + "-wal").exists():
-                _log.warning(
-                    "%s-wal is missing, although the last server was killed: the last writes may be lost",
-                    path,
-                )
             return
         leftovers = " and ".join(log.name for log in find_logs(path))
         if leftovers:
@@ -155,60 +117,35 @@ class SqliteDatabase(Database):
         sync_to_disk(folder)
 
     def _open(self) -> None:
-        """Checks the database, or creates the tables in a new one."""
-        folder = self.path.parent
-        marker = read_marker(folder)
-        with self.write() as connection:
-            tables = set(inspect(connection).get_table_names())
-            if not tables:
-                if not self._is_new:
-                    refuse_lost_database(folder, "empty")
-                metadata.create_all(connection)
-                write_meta(connection, "schema_version", str(SCHEMA_VERSION))
-            elif "meta" not in tables:
-                raise StoreError(f"{self.path} is the database of another program; move it, or give another --data-dir")
-            else:
-                self._check_tables(connection, tables)
-            count_again(connection)
-            registry_id = self._identify(connection, marker)
-        if marker != registry_id:
-            write_marker(folder, registry_id)
+        """Checks the database, or creates the tables in a new one, and checks the registry's id.
 
-    def _check_tables(self, connection: Connection, tables: set[str]) -> None:
-        """Checks the tables that the server reads at each start, and migrates tables of an older version.
-
-        Does not check graphs, because they are large; their hashes are checked when they are read.
-        """
-        for table in sorted(tables & {"meta", "rules", "programs"}):
-            report = connection.exec_driver_sql(f"PRAGMA quick_check({table})").scalar_one()
-            if report != "ok":
-                raise _damaged(self.path, str(report))
-        version = read_meta(connection, "schema_version")
-        if migrate(connection, version, lambda old: copy_database(self.path, old_version_path(self.path, old))):
-            _log.info("%s had schema version %s and has %d now", self.path, version, SCHEMA_VERSION)
-        elif version != str(SCHEMA_VERSION):
-            raise StoreError(
-                f"{self.path} has schema version {version}, and this server reads version {SCHEMA_VERSION}; start "
-                f"the server that wrote it, or {_NEW_HINT}"
-            )
-
-    def _identify(self, connection: Connection, marker: str | None) -> str:
-        """Returns the registry's id, which is created if missing.
+        Checks the tables that the server reads at each start, not graphs, because they are large; their hashes are
+        checked when they are read.
 
         Raises:
             StoreError: The marker has another id, so the file is from another folder.
         """
-        found = read_meta(connection, "registry_id")
-        if found is None:
-            # The registry is new, or was created by a release without ids.
-            found = marker or uuid.uuid4().hex
-            write_meta(connection, "registry_id", found)
-        elif marker and marker != found:
+        folder = self.path.parent
+        marker = read_marker(folder)
+        with self.write() as connection:
+            for table in sorted({"meta", "rules", "programs"} & set(inspect(connection).get_table_names())):
+                report = connection.exec_driver_sql(f"PRAGMA quick_check({table})").scalar_one()
+                if report != "ok":
+                    raise _damaged(self.path, str(report))
+            if self._prepare(connection, self._keep_copy) and not self._is_new:
+                refuse_lost_database(folder, "empty")
+            registry_id = read_meta(connection, "registry_id") or ""
+        if marker and marker != registry_id:
             raise StoreError(
                 f"{self.path} belongs to another registry than the one that was in this folder (see {MARKER}); put "
                 f"the file of that registry back, or remove {MARKER} to use this one"
             )
-        return found
+        if marker != registry_id:
+            write_marker(folder, registry_id)
+
+    def _keep_copy(self, version: int) -> None:
+        """Copies the database before it is migrated, for an older server to use."""
+        copy_database(self.path, old_version_path(self.path, version))
 
     def _check_files(self) -> None:
         """Raises UNAVAILABLE if the files were removed or replaced: writes to them would be lost."""
@@ -220,23 +157,15 @@ class SqliteDatabase(Database):
             )
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Opens a transaction that reads, see `Database`."""
-        self._check_files()
-        with self._engine.begin() as connection:
-            yield connection
-
-    @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """Opens a transaction that writes; its changes are on the disk when the context ends without an error."""
+    def _guarded(self, *, is_writing: bool) -> Iterator[None]:
         try:
-            with self._writing, self._engine.begin() as connection:
+            with self._writing if is_writing else nullcontext():
                 self._check_files()
-                yield connection
+                yield
             # Check again, because the files may have been removed just before the commit.
             self._check_files()
         except OperationalError as cause:
-            if not _is_full(cause):
+            if getattr(cause.orig, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
                 raise
             raise error(
                 errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
@@ -246,57 +175,11 @@ class SqliteDatabase(Database):
     def lock(self, connection: Connection) -> None:
         """Does nothing: one transaction of `write` runs at a time."""
 
-    def exclusively(self) -> AbstractContextManager[None]:
-        """Returns a context that does nothing: no other server uses the database."""
-        return nullcontext()
-
-    def snapshot(self) -> AbstractContextManager[None]:
-        """Returns a context that does nothing: backups read a copy of the file."""
-        return nullcontext()
-
-    def time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
-        """Returns a context that does nothing: the time of statements is not limited."""
-        return nullcontext()
-
-    def delete(self, work: Callable[[Connection], T]) -> T:
-        """Runs a transaction that frees space; uses the reserved space if the disk is full."""
-        try:
-            with self.write() as connection:
-                return work(connection)
-        except GradruleError as failure:
-            if not (_is_full(failure.__cause__) and self._reserve.release()):
-                raise
-        with self.write() as connection:
-            result = work(connection)
-        # Truncate the log: SQLite never shrinks it, and the reserve needs its space.
-        with self._writing:
-            raw_connection = self._engine.raw_connection()
-            try:
-                raw_connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            finally:
-                raw_connection.close()
-        self._renew_reserve()
-        return result
-
 
 def _damaged(path: Path, what: str) -> StoreError:
     return StoreError(
         f"{path} is damaged ({what}): move it away and restore a backup (`gradrule registry restore`), or {_NEW_HINT}"
     )
-
-
-def _is_full(cause: BaseException | None) -> bool:
-    """Returns whether an error was caused by a full disk."""
-    if isinstance(cause, OSError):
-        return cause.errno in DISK_FULL_ERRORS
-    original = getattr(cause, "orig", None) or cause
-    if isinstance(original, sqlite3.OperationalError):
-        return original.sqlite_errorcode in _FULL_CODES
-    return isinstance(cause, GradruleError) and _is_full(cause.__cause__)
-
-
-# The last two codes: connections share information about the log in a file, which may not fit on the disk.
-_FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMOPEN})
 
 
 def _engine(path: Path, check: Callable[[], None]) -> Engine:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from sqlalchemy import (
     Boolean,
     ColumnElement,
     Connection,
-    Row,
     Select,
     delete,
     exists,
@@ -100,6 +99,8 @@ class Store:
 
     def __init__(self, database: Database | Path, *, is_new: bool = False) -> None:
         self._database = open_database("", database, is_new=is_new) if isinstance(database, Path) else database
+        # Fetches rows a few at a time. SQLite does so anyway, one at a time.
+        self._streamed: dict[str, Any] = {"stream_results": True, "max_row_buffer": 16} if self.is_shared else {}
 
     @property
     def is_shared(self) -> bool:
@@ -153,15 +154,13 @@ class Store:
         query = select(*columns).where(rules.c.tenant == tenant).order_by(rules.c.name)
         if names is not None:
             query = query.where(rules.c.name.in_(names))
-        with self._database.read() as connection:
-            # Only a server on a network needs time for the size.
-            total = query.with_only_columns(func.sum(RULE_BYTES)).order_by(None)
-            total_size = connection.execute(total).scalar_one() if self.is_shared else 0
-            # Row by row: all rules together may be larger than the memory.
-            query = query.execution_options(stream_results=True, max_row_buffer=16) if self.is_shared else query
-            with self._database.time_for(connection, int(total_size or 0)), connection.execute(query) as found:
-                for row in found:
-                    yield RuleRow(**row._mapping)
+        # Row by row: all rules together may be larger than the memory.
+        with (
+            self._database.read() as connection,
+            connection.execute(query.execution_options(**self._streamed)) as found,
+        ):
+            for row in found:
+                yield RuleRow(**row._mapping)
 
     def rule_times(self, tenant: str) -> dict[str, int]:
         """Returns when each rule of a tenant was created, microseconds since 1970."""
@@ -189,14 +188,11 @@ class Store:
 
     def remove_rule(self, name: str, tenant: str = DEFAULT_TENANT, quotas: Quotas | None = None) -> None:
         """Removes a rule, if it exists."""
-
-        def remove(connection: Connection) -> None:
+        with self._database.write() as connection:
             self._database.lock(connection)
             freed = _delete_rule(connection, name, tenant)
             if freed is not None:
                 change_usage(connection, tenant, Usage(-1, 0, -freed, 1), quotas)
-
-        self._database.delete(remove)
 
     def program_identities(self, tenant: str = DEFAULT_TENANT, ids: Collection[str] | None = None) -> dict[str, str]:
         """Returns the identity of each program of a tenant by id: of all, or of those of `ids` that exist."""
@@ -218,12 +214,18 @@ class Store:
             row = connection.execute(_program_rows(tenant).where(programs.c.id == program_id)).one_or_none()
             return None if row is None else ProgramRow(**row._mapping)
 
-    def program_specs(self, tenant: str | None = None, ids: Collection[str] = ()) -> list[tuple[str, str, bytes]]:
-        """Returns tenant, id and spec of every program; with a tenant, of those of `ids` that exist."""
-        query = select(programs.c.tenant, programs.c.id, programs.c.spec)
-        if tenant is not None:
-            query = query.where(programs.c.tenant == tenant, programs.c.id.in_(ids))
-        return [(row.tenant, row.id, row.spec) for row in self._all_rows(query, func.length(programs.c.spec))]
+    def program_keys_of_all(self) -> list[tuple[str, str, str]]:
+        """Returns tenant, id and identity of every program."""
+        with self._database.read() as connection:
+            rows = connection.execute(select(programs.c.tenant, programs.c.id, programs.c.identity))
+            return [tuple(row) for row in rows]
+
+    def program_spec(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> bytes | None:
+        """Returns the spec of a program; None if there is no program of this id and identity."""
+        is_meant = _is_program(program_id, identity, tenant)
+        size = self._program_bytes(func.length(programs.c.spec), is_meant) if self.is_shared else 0
+        with self._database.read(size) as connection:
+            return connection.execute(select(programs.c.spec).where(is_meant)).scalar_one_or_none()
 
     def programs_after(
         self, program_id: str, count: int, max_bytes: int, tenant: str = DEFAULT_TENANT
@@ -240,9 +242,7 @@ class Store:
         query = _program_rows(tenant).where(is_meant).order_by(programs.c.id).limit(count + 1)
         found: list[ProgramRow] = []
         # Read row by row, so that summaries beyond the limit are not read.
-        if self.is_shared:
-            query = query.execution_options(stream_results=True, max_row_buffer=16)
-        with self._database.read() as connection, connection.execute(query) as rows:
+        with self._database.read() as connection, connection.execute(query.execution_options(**self._streamed)) as rows:
             for row in rows:
                 max_bytes -= len(row.summary) if isinstance(row.summary, bytes) else 0
                 if len(found) == count or (found and max_bytes < 0):
@@ -256,16 +256,13 @@ class Store:
         Raises:
             UnreadableRowError: The graph is damaged.
         """
-        query = (
-            select(programs.c.spec, programs.c.snapshot, programs.c.graph_digest, blobs.c.content)
-            .join(blobs)
-            .where(programs.c.tenant == tenant, programs.c.id == program_id, programs.c.identity == identity)
-        )
+        is_meant = _is_program(program_id, identity, tenant)
+        query = select(programs.c.spec, programs.c.snapshot, programs.c.graph_digest, blobs.c.content).join(blobs)
         # Only a server on a network needs time for the size.
         lengths = func.length(blobs.c.content) + func.length(programs.c.spec) + func.length(programs.c.snapshot)
-        size = self._program_bytes(lengths, program_id, identity, tenant) if self.is_shared else 0
-        with _damage_is_unreadable(), self._database.read() as connection, self._database.time_for(connection, size):
-            row = connection.execute(query).one_or_none()
+        size = self._program_bytes(lengths, is_meant) if self.is_shared else 0
+        with _damage_is_unreadable(), self._database.read(size) as connection:
+            row = connection.execute(query.where(is_meant)).one_or_none()
         if row is None:
             return None
         if not isinstance(row.content, bytes) or hashlib.sha256(row.content).hexdigest() != row.graph_digest:
@@ -274,14 +271,10 @@ class Store:
 
     def program_graph_bytes(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> int:
         """Returns the size of a program's graph; 0 if the program is gone. Raises `UnreadableRowError`."""
-        return self._program_bytes(func.length(blobs.c.content), program_id, identity, tenant)
+        return self._program_bytes(func.length(blobs.c.content), _is_program(program_id, identity, tenant))
 
-    def _program_bytes(self, lengths: ColumnElement[int], program_id: str, identity: str, tenant: str) -> int:
-        query = (
-            select(lengths)
-            .select_from(programs.join(blobs))
-            .where(programs.c.tenant == tenant, programs.c.id == program_id, programs.c.identity == identity)
-        )
+    def _program_bytes(self, lengths: ColumnElement[int], is_meant: ColumnElement[bool]) -> int:
+        query = select(lengths).select_from(programs.join(blobs)).where(is_meant)
         with _damage_is_unreadable(), self._database.read() as connection:
             return connection.execute(query).scalar_one_or_none() or 0
 
@@ -305,11 +298,7 @@ class Store:
         digest = hashlib.sha256(content.graph).hexdigest()
         size = len(row.summary) + len(content.spec) + len(content.snapshot)
         values = {"tenant": tenant, "graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
-        with (
-            contextlib.suppress(_IdTakenError),
-            self._database.write() as connection,
-            self._database.time_for(connection, size + len(content.graph)),
-        ):
+        with contextlib.suppress(_IdTakenError), self._database.write(size + len(content.graph)) as connection:
             # A large graph takes long: add it before other servers have to wait.
             is_new = _add_graph(connection, content.graph, digest, tenant)
             self._database.lock(connection)
@@ -327,8 +316,7 @@ class Store:
 
     def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT, quotas: Quotas | None = None) -> bool:
         """Removes a program, and its graph if no other program has it; returns False if there is no such program."""
-
-        def remove(connection: Connection) -> bool:
+        with self._database.write() as connection:
             self._database.lock(connection)
             is_meant = (programs.c.tenant == tenant) & (programs.c.id == program_id)
             found = connection.execute(select(programs.c.graph_digest, PROGRAM_BYTES).where(is_meant)).one_or_none()
@@ -341,18 +329,7 @@ class Store:
             graph = connection.execute(select(func.length(blobs.c.content)).where(is_unused)).scalar_one_or_none()
             connection.execute(delete(blobs).where(is_unused))
             change_usage(connection, tenant, Usage(0, -1, -int(freed) - (graph or 0), 0, 1), quotas)
-            return True
-
-        return self._database.delete(remove)
-
-    def _all_rows(self, query: Select[Any], size: ColumnElement[int]) -> Sequence[Row[Any]]:
-        """Returns the rows of a query, which may be large together. `size`: bytes of a row."""
-        with self._database.read() as connection:
-            # Only a server on a network needs time for the size.
-            total = query.with_only_columns(func.sum(size)).order_by(None)
-            total_size = connection.execute(total).scalar_one() if self.is_shared else 0
-            with self._database.time_for(connection, int(total_size or 0)):
-                return connection.execute(query).all()
+        return True
 
 
 def _delete_rule(connection: Connection, name: str, tenant: str) -> int | None:
@@ -410,6 +387,10 @@ def _compile_for_postgresql(element: Any, compiler: Any, **options: Any) -> str:
 
 def _same_graph(digest: str, tenant: str) -> Select[tuple[str]]:
     return select(blobs.c.digest).where(blobs.c.tenant == tenant, blobs.c.digest == digest)
+
+
+def _is_program(program_id: str, identity: str, tenant: str) -> ColumnElement[bool]:
+    return (programs.c.tenant == tenant) & (programs.c.id == program_id) & (programs.c.identity == identity)
 
 
 def _program_rows(tenant: str) -> Select[tuple[str, str, bytes, int]]:

@@ -406,7 +406,7 @@ def test_registry_of_a_later_schema_is_not_copied(store: Store, data: Path, tmp_
     with contextlib.closing(sqlite3.connect(data / "gradrule.db")) as database:
         database.execute("UPDATE meta SET value = '4' WHERE key = 'schema_version'")
         database.commit()
-    with pytest.raises(BackupError, match="schema version 4, and this server reads version 3"):
+    with pytest.raises(BackupError, match="schema version 4, and this release reads version 3"):
         backup(RegistryPlace(data), tmp_path / "copy")
 
 

@@ -149,7 +149,7 @@ def test_newer_schema_is_refused(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / "gradrule.db") as connection:
         connection.execute("UPDATE meta SET value = '4' WHERE key = 'schema_version'")
-    with pytest.raises(StoreError, match=r"version 4, and this server reads version 3; start the server that wrote it"):
+    with pytest.raises(StoreError, match=r"version 4, and this release reads version 3; use the release that wrote it"):
         Store(tmp_path)
 
 
