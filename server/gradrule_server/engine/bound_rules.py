@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
@@ -13,9 +13,9 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules import CODE_RULES, SALTED
-from gradrule_server.engine.code_rules.target import Gradient, RuleTarget
+from gradrule_server.engine.code_rules.target import Gradient, RuleTarget, dense_upstream
 from gradrule_server.engine.graph_import import NodeRefused, replay
-from gradrule_server.engine.op_gradients import gradient_of
+from gradrule_server.engine.op_gradients import as_list, gradient_of
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy.op_tables import input_numbers, ops_with
@@ -102,7 +102,7 @@ class OpGradientRule(BoundRule):
             for index in range(len(target.inputs)):
                 self._require_in_place(target, index)
         try:
-            result: Any = function(target.op or _SubgraphAsOp(target), *dys)
+            gradients = as_list(function(target.op or _SubgraphAsOp(target), *dys))
         except GradruleError:
             raise
         except Exception as cause:
@@ -110,19 +110,15 @@ class OpGradientRule(BoundRule):
             raise self._not_applicable(
                 target, f"{type(cause).__name__}: {clean_message(error_message(cause))}"
             ) from cause
-        return self._checked(list(result) if isinstance(result, (list, tuple)) else [result], target)
+        return self._checked(gradients, target)
 
 
 class _SubgraphAsOp:
     """Represents a subgraph as an op for a gradient function of TensorFlow's. It has no attributes."""
 
     def __init__(self, target: RuleTarget) -> None:
-        self.inputs, self.outputs, self.name, self.type = (
-            list(target.inputs),
-            list(target.outputs),
-            target.node,
-            target.what,
-        )
+        self.inputs, self.outputs = list(target.inputs), list(target.outputs)
+        self.name, self.type = target.node, target.what
 
     def get_attr(self, name: str) -> NoReturn:
         """Raises `ValueError`, as an op without the attribute does."""
@@ -144,14 +140,10 @@ class CodeRule(BoundRule):
         return "code", self.name, self._code, depends, target.salt if self._code in SALTED else None
 
     def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
-        dense = [
-            tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
-            for y, dy in zip(target.outputs, dys, strict=True)
-        ]
         graph = tf.compat.v1.get_default_graph()
         params = {name: tf_private.in_graph(graph, value) for name, value in self._params.items()}
         try:
-            gradients = CODE_RULES[self._code](target, dense, params)
+            gradients = CODE_RULES[self._code](target, dense_upstream(target.outputs, dys), params)
         except GradruleError:
             raise
         except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:

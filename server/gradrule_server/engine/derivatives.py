@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -154,9 +153,7 @@ def jvp(request: DifferentiationRequest, tangents: Directions, differentiation: 
     ys = [y for y in request.ys if y.is_differentiable]
     # Gradient functions may leave out what constant zeros give, so these are no constants.
     zeros = [tf.identity(tf.zeros_like(y.tensor)) for y in ys]
-    moved = _with_directions(request, tangents, "tangent")
-    with _new_ops_use_gradrule(request.graph), differentiation.active():
-        gradients = _dense(moved, build_gradients(request.with_ys(ys, zeros), [x for x, _ in moved]))
+    gradients = _gradients_along(request.with_ys(ys, zeros), tangents, "tangent", differentiation)
     pushed: list[Any] = [None] * len(ys)
     if gradients:
         columns = DifferentiationRequest(
@@ -184,9 +181,7 @@ def hvp(request: DifferentiationRequest, vectors: Directions, differentiation: D
 
     An x without a vector has a vector of zeros.
     """
-    moved = _with_directions(request, vectors, "vector")
-    with _new_ops_use_gradrule(request.graph), differentiation.active():
-        gradients = _dense(moved, build_gradients(request, [x for x, _ in moved]))
+    gradients = _gradients_along(request, vectors, "vector", differentiation)
     again = request.with_ys([gradient for gradient, _ in gradients], [vector for _, vector in gradients])
     with differentiation.active(DifferentiationStage.AGAIN):
         products = build_gradients(again)
@@ -231,30 +226,25 @@ def dense(gradient: Any, like: tf.Tensor) -> tf.Tensor:
     return value
 
 
-@contextlib.contextmanager
-def _new_ops_use_gradrule(graph: tf.Graph) -> Iterator[None]:
-    """Makes TensorFlow call gradrule for the gradients of nodes that are created within the context."""
-    before = len(graph.get_operations())
-    yield
-    tf_private.use_gradrule_gradients(graph.get_operations()[before:])
-
-
-def _with_directions(
-    request: DifferentiationRequest, directions: Directions, what: str
+def _gradients_along(
+    request: DifferentiationRequest, directions: Directions, what: str, differentiation: Differentiation
 ) -> list[tuple[NamedTensor, tf.Tensor]]:
-    return [
+    """Builds the gradients by the xs that have a direction, to be differentiated again; pairs each with its direction.
+
+    An x without a gradient is left out. `what`: names directions in errors.
+    """
+    moved = [
         (x, require_same_shape(direction, x.tensor, errors_pb2.ERROR_REASON_FEED_SHAPE, f"{what} of {x.name!r}"))
         for x, direction in zip(request.xs, directions, strict=True)
         if direction is not None
     ]
-
-
-def _dense(
-    moved: Sequence[tuple[NamedTensor, tf.Tensor]], gradients: Sequence[Any]
-) -> list[tuple[NamedTensor, tf.Tensor]]:
-    """Returns the gradients that are not None, each with the direction of its x."""
-    return [
-        (NamedTensor(x.name, dense(gradient, x.tensor)), direction)
-        for (x, direction), gradient in zip(moved, gradients, strict=True)
-        if gradient is not None
-    ]
+    before = len(request.graph.get_operations())
+    with differentiation.active():
+        found = build_gradients(request, [x for x, _ in moved])
+        gradients = [
+            (NamedTensor(x.name, dense(gradient, x.tensor)), direction)
+            for (x, direction), gradient in zip(moved, found, strict=True)
+            if gradient is not None
+        ]
+    tf_private.use_gradrule_gradients(request.graph.get_operations()[before:])
+    return gradients

@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import enum
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,10 +19,10 @@ from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, ops_between
+from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, dense_upstream, ops_between
 from gradrule_server.engine.gradient_templates import TEMPLATES, Signatures
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
-from gradrule_server.engine.op_gradients import gradient_of, takes_needed
+from gradrule_server.engine.op_gradients import as_list, gradient_of, takes_needed
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
@@ -211,10 +210,7 @@ class Differentiation:
         if not given:
             return gradients
         # The rule needs every upstream gradient.
-        upstream = [
-            tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
-            for y, dy in zip(target.outputs, dys, strict=True)
-        ]
+        upstream = dense_upstream(target.outputs, dys)
         results = [tf.convert_to_tensor(gradients[index]) for index in given]
         what = f"gradient of {target.what}"
         mark = link_pb2.MarkedNode(
@@ -378,7 +374,7 @@ class Differentiation:
     ) -> Sequence[Gradient]:
         """Calls TensorFlow's gradient function. Raises NO_GRADIENT if it fails for the op."""
         try:
-            result: Any = function(op, *dys)
+            return as_list(function(op, *dys))
         except GradruleError:
             raise
         except Exception as cause:
@@ -389,7 +385,6 @@ class Differentiation:
                 f"{clean_message(error_message(cause))}",
                 node=node,
             ) from cause
-        return list(result) if isinstance(result, (list, tuple)) else [result]
 
     def _missing_gradient(
         self, op: tf.Operation, dys: Sequence[Gradient], node: str, message: str, *, known: bool

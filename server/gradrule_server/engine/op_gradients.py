@@ -26,6 +26,21 @@ def gradient_of(
     return _REPLACED.get(op_type) or tf_private.gradient_of(op_type)
 
 
+def tensorflow_gradients(op: Any, *dys: Any) -> list[Any]:
+    """Returns the gradients of an op by TensorFlow's function for its type, one for each input."""
+    return as_list(cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))(op, *dys))
+
+
+def own_gradients(op: Any, *dys: Any) -> list[Any]:
+    """Returns the gradients of an op whose type has a gradient function, one for each input."""
+    return as_list(cast("tf_private.GradientFunction", gradient_of(op.type))(op, *dys))
+
+
+def as_list(gradients: Any) -> list[Any]:
+    """Returns the result of a gradient function as a list; functions of ops with one input may return a tensor."""
+    return list(gradients) if isinstance(gradients, (list, tuple)) else [gradients]
+
+
 def takes_needed(op_type: str) -> bool:
     """Returns whether the gradients of an op type depend on `is_needed` of `gradient_of`."""
     return op_type in _BATCH_NORMS
@@ -43,7 +58,7 @@ def _conv2d_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
     channels, of_group = x.shape.rank and x.shape[axis], w.shape.rank and w.shape[2]
     groups = channels // of_group if channels and of_group else 1
     if (groups == 1 and steps == [1, 1]) or tf.config.get_visible_devices("GPU"):
-        return cast("tf_private.GradientFunction", tf_private.gradient_of("Conv2D"))(op, dy)
+        return tensorflow_gradients(op, dy)
     names = ("strides", "use_cudnn_on_gpu", "padding", "explicit_paddings", "data_format")
     attributes = {name: op.get_attr(name) for name in names}
     by_x, by_w = [], []
@@ -70,19 +85,17 @@ def _dilated(w: tf.Tensor, steps: list[int]) -> tf.Tensor:
 
 def _complex_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
     """Returns TensorFlow's gradients, with the conjugate of the derivative, which they lack for complex numbers."""
-    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
     if not dy.dtype.is_complex:
-        return registered(op, dy)
+        return tensorflow_gradients(op, dy)
     if op.type == "SquaredDifference":
         # Its value is |x - y|², without imaginary part.
-        return registered(op, tf.cast(tf.math.real(dy), dy.dtype))
-    return [tf.math.conj(gradient) for gradient in registered(op, tf.math.conj(dy))]
+        return tensorflow_gradients(op, tf.cast(tf.math.real(dy), dy.dtype))
+    return [tf.math.conj(gradient) for gradient in tensorflow_gradients(op, tf.math.conj(dy))]
 
 
 def _padded_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
     """Returns TensorFlow's gradients with that of the padding value, the last input, which TensorFlow leaves out."""
-    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
-    first, *others = registered(op, dy)
+    first, *others = tensorflow_gradients(op, dy)
     x, *sizes, value = op.inputs
     attributes = {name: setting for name, setting in op.node_def.attr.items() if not name.startswith("_")}
     marks = [tf.zeros_like(x), *sizes, tf.ones_like(value)]
@@ -112,7 +125,7 @@ def _stitch_gradient(op: tf.Operation, dy: Any) -> Any:
 
 def _cumprod_gradient(op: tf.Operation, dy: tf.Tensor) -> Any:
     """Returns the gradients of Cumprod; that of the first 0 along the axis, which TensorFlow gives as 0, is added."""
-    found, _ = cast("tf_private.GradientFunction", tf_private.gradient_of("Cumprod"))(op, dy)
+    found, _ = tensorflow_gradients(op, dy)
     x, axis = op.inputs
     is_exclusive, is_reverse = op.get_attr("exclusive"), op.get_attr("reverse")
     is_zero = tf.equal(x, 0)
@@ -135,8 +148,7 @@ def _batch_norm_gradient(op: tf.Operation, *dys: tf.Tensor, is_needed: Callable[
 
     These are the gradients of a given mean and variance, and those of the outputs `batch_mean` and `batch_variance`.
     """
-    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
-    by_x, by_scale, by_offset, *others = registered(op, *dys)
+    by_x, by_scale, by_offset, *others = tensorflow_gradients(op, *dys)
     statistics = None if all(map(_is_zero, dys[1:3])) else dys[1:3]
     if not op.get_attr("is_training"):
         if not any(map(is_needed, op.inputs[3:5])):
@@ -155,8 +167,7 @@ def _batch_norm_gradient(op: tf.Operation, *dys: tf.Tensor, is_needed: Callable[
 
 def _batch_norm_second_gradient(op: tf.Operation, *gradients: tf.Tensor) -> Any:
     """Returns TensorFlow's gradients, with those of a given mean and variance, which TensorFlow leaves out."""
-    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
-    by_dy, by_x, by_scale, by_mean, by_variance, *others = registered(op, *gradients)
+    by_dy, by_x, by_scale, by_mean, by_variance, *others = tensorflow_gradients(op, *gradients)
     if not op.get_attr("is_training"):
         dy, variance = op.inputs[0], op.inputs[4] + op.get_attr("epsilon")
         axes = [axis for axis, name in enumerate(op.get_attr("data_format").decode()) if name != "C"]
@@ -195,13 +206,12 @@ def _gradient_of_some_outputs(op: tf.Operation, *dys: tf.Tensor) -> Any:
             raise NotImplementedError(f"there is none for output {number}; override the node with a rule")
     if op.type == "BlockLSTMV2":
         return _block_lstm_v2_gradient(op, *dys)
-    return cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))(op, *dys)
+    return tensorflow_gradients(op, *dys)
 
 
 def _cross_entropy_gradient(op: tf.Operation, by_loss: tf.Tensor, by_backprop: tf.Tensor) -> Any:
     """Returns TensorFlow's gradients; of those of the labels it leaves out that of the output softmax - labels."""
-    registered = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
-    by_features, by_labels = registered(op, by_loss, by_backprop)
+    by_features, by_labels = tensorflow_gradients(op, by_loss, by_backprop)
     return by_features, by_labels - by_backprop
 
 

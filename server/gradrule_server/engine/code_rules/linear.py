@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import tensorflow as tf
 
-from gradrule_server.engine import tf_private
 from gradrule_server.engine.code_rules.target import RuleTarget, dense, not_applicable, repeated, unrounded, wide
-from gradrule_server.engine.op_gradients import gradient_of
+from gradrule_server.engine.op_gradients import own_gradients
 from gradrule_server.policy.op_tables import input_numbers, ops_with
 
 Params = Mapping[str, tf.Tensor]
@@ -56,9 +54,7 @@ class Applied:
         """Returns Wᵀr, of the shape of x: the ops' own gradients for `r` at the output."""
         r = _sum_to(r, self.output)
         for op, number in reversed(self.path):
-            gradient = cast("tf_private.GradientFunction", gradient_of(op.type))
-            found = gradient(op, r)
-            r = found[number] if isinstance(found, (list, tuple)) else found
+            r = own_gradients(op, r)[number]
         return r
 
     def relevance(self, r: tf.Tensor) -> tf.Tensor:
@@ -336,9 +332,7 @@ def lrp_norm(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Se
         own = target.own_gradients([tf.cast(_ratio(dy, tf.cast(y, dtype), eps), y.dtype)])
     else:
         again = repeated(op, target.inputs)
-        gradient = cast("tf_private.GradientFunction", gradient_of(op.type))
-        found = gradient(again.op, _ratio(dy, unrounded(y, lambda: again), eps))
-        own = found if isinstance(found, (list, tuple)) else [found]
+        own = own_gradients(again.op, _ratio(dy, unrounded(y, lambda: again), eps))
     # The quotient overflows where y is 0; inputs are usually 0 there, and get 0.
     return [
         None if gradient is None else tf.cast(tf.math.multiply_no_nan(gradient, tf.cast(x, gradient.dtype)), x.dtype)

@@ -176,6 +176,11 @@ def unrounded(y: tf.Tensor, again: Callable[[], tf.Tensor]) -> tf.Tensor:
     return tf.stop_gradient(again()) + tf.cast(zero, wide(y.dtype))
 
 
+def dense_upstream(outputs: Sequence[tf.Tensor], dys: Sequence[Gradient]) -> list[tf.Tensor]:
+    """Returns a dense upstream gradient for each output; zeros where none arrives."""
+    return [tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy) for y, dy in zip(outputs, dys, strict=True)]
+
+
 def dense(gradient: Gradient) -> tf.Tensor | None:
     """Returns a gradient as a dense tensor."""
     return None if gradient is None else tf.convert_to_tensor(gradient)
