@@ -107,7 +107,10 @@ def create_blob_store(settings: Settings, store: Store) -> BlobStore:
     """Returns the blobs of all tenants. Raises `StoreError` if the object store of `--blobs` cannot be used."""
     limit = BlobAmount(settings.server_limit("blob_bytes"), settings.server_limit("blobs"))
     if not settings.blobs:
-        return BlobStore(settings.data_dir / BLOBS, limit.size, limit.count, needed=NeededBlobs(store))
+        needed = NeededBlobs(store)
+        # Read all programs now: later calls read only new ones, while others wait.
+        needed()
+        return BlobStore(settings.data_dir / BLOBS, limit.size, limit.count, needed=needed)
     from gradrule_server.registry.shared_blobs import MAX_TRANSFERS, open_shared_blobs
 
     return open_shared_blobs(

@@ -25,7 +25,6 @@ from tests.unit.registry.test_blobs import (  # noqa: F401
     test_unfinished_upload_leaves_nothing,
     test_uploaded_blob_is_present,
 )
-from tests.unit.registry.test_object_store import claims_at_once
 from tests.waiting import wait_until
 
 
@@ -167,7 +166,3 @@ def test_upload_that_a_proxy_accepts_without_storing_it_is_refused(
         objects.put("default/x", tmp_path / "file")
     objects.put("default/x", tmp_path / "file")
     assert [(item.key, item.size) for item in objects.iterate()] == [("default/x", length)]
-
-
-def test_of_registries_that_claim_a_bucket_at_once_one_succeeds(bucket: str, s3_environment: None) -> None:
-    assert len(claims_at_once(lambda: open_object_store(f"s3://{bucket}/x"))) == 1

@@ -7,6 +7,7 @@ reached over a network.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from gradrule_server.registry.data_folder import StoreError, sync_to_disk
@@ -58,14 +59,8 @@ class ObjectStore(Protocol):
 
     url: str
 
-    def put(self, key: str, path: Path) -> None:
-        """Stores a file's content as an object, which is durable when the method returns."""
-
-    def create(self, key: str, content: bytes) -> bool:
-        """Stores an object unless there is one with this key; returns False if there is one.
-
-        An object store without conditional writes replaces the object and returns True.
-        """
+    def put(self, key: str, content: Path | bytes) -> None:
+        """Stores bytes or a file's content as an object, which is durable when the method returns."""
 
     def read(self, key: str, offset: int, count: int) -> bytes:
         """Returns up to `count` bytes of an object, at least one; empty at its end. Raises `ObjectNotFoundError`."""
@@ -98,11 +93,12 @@ class FolderObjects:
         if not folder.is_dir():
             raise StoreError(f"the folder of --blobs {self.url} does not exist; create it, or mount it")
 
-    def put(self, key: str, path: Path) -> None:
+    def put(self, key: str, content: Path | bytes) -> None:
         target = self._folder / key
         # Servers may store the same object at the same time.
         partial = target.with_name(f"{_PARTIAL}{target.name}-{uuid.uuid4().hex}")
-        self._check_marker()
+        if key != MARKER:
+            self._check_marker()
         try:
             if not target.parent.exists():
                 # Do not create parents: without the mounted file system the objects would be on the wrong disk.
@@ -110,7 +106,8 @@ class FolderObjects:
                     target.parent.mkdir(mode=0o700)
                 sync_to_disk(self._folder)
             try:
-                with path.open("rb") as source, partial.open("wb") as copy:
+                source: IO[bytes] = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+                with source, partial.open("wb") as copy:
                     shutil.copyfileobj(source, copy, 1 << 20)
                     copy.flush()
                     os.fsync(copy.fileno())
@@ -121,28 +118,6 @@ class FolderObjects:
             sync_to_disk(target.parent)
         except FileNotFoundError as cause:
             raise ObjectStoreError(f"{self.url} cannot be written: {cause.strerror}") from cause
-
-    def create(self, key: str, content: bytes) -> bool:
-        target = self._folder / key
-        # Servers that start at the same time may all write it.
-        partial = target.with_name(f"{_PARTIAL}{target.name}-{uuid.uuid4().hex}")
-        try:
-            with partial.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                # In contrast to a renamed file, a link replaces nothing.
-                target.hardlink_to(partial)
-            except FileExistsError:
-                return False
-            except OSError:
-                # Some file systems have no hard links.
-                partial.rename(target)
-        finally:
-            partial.unlink(missing_ok=True)
-        sync_to_disk(target.parent)
-        return True
 
     def read(self, key: str, offset: int, count: int) -> bytes:
         try:
@@ -262,9 +237,10 @@ def claim(objects: ObjectStore, registry_id: str) -> bool:
         StoreError: The object store belongs to another registry, or cannot be used.
     """
     try:
-        content = json.dumps({"registry": registry_id}).encode() + b"\n"
-        is_new = _owner(objects) is None and objects.create(MARKER, content)
-        # Read it back: another registry may have claimed it at the same time, and reading may be refused.
+        is_new = _owner(objects) is None
+        if is_new:
+            objects.put(MARKER, json.dumps({"registry": registry_id}).encode() + b"\n")
+        # Read it back: another registry may have claimed it meanwhile, and reading may be refused.
         owner = _owner(objects)
     except (ObjectStoreError, OSError) as cause:
         raise StoreError(f"--blobs cannot be used: {cause}") from cause

@@ -47,18 +47,13 @@ _LOGGERS_OF_REQUESTS = ("aiobotocore", "botocore", "s3fs", "fsspec", "asyncio")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 _MISSING_BUCKET = ("NoSuchBucket", "404")
-_EXISTS = ("PreconditionFailed", "412")
-# What services without conditional writes answer; some of them ignore the condition.
-_NO_CONDITIONS = ("NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400")
 
 
 def _is_repeated(cause: Exception) -> bool:
     """Returns whether s3fs repeats a request after an error, besides those that it repeats by itself."""
     if not isinstance(cause, ClientError):
         return False
-    status = int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    # S3 asks to repeat a conditional write that conflicts with another request.
-    return status >= 500 or _code(cause) == "ConditionalRequestConflict"
+    return int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) >= 500
 
 
 s3fs.core.set_custom_error_handler(_is_repeated)
@@ -98,32 +93,23 @@ class S3Objects:
                 raise StoreError(f"the bucket of --blobs {self.url} does not exist; create it first") from cause
             raise StoreError(f"--blobs {self.url} cannot be used: {cause}") from cause
 
-    def put(self, key: str, path: Path) -> None:
-        length = path.stat().st_size
-        upload = self._files._put_file
-        self._run(
-            upload,
-            str(path),
-            self._path(key),
-            chunksize=_PART_BYTES,
-            max_concurrency=_PARTS_AT_ONCE,
-            timeout=_REQUEST_S + length / _MIN_RATE,
-        )
+    def put(self, key: str, content: Path | bytes) -> None:
+        if isinstance(content, bytes):
+            length = len(content)
+            self._run(self._files._pipe_file, self._path(key), content)
+        else:
+            length = content.stat().st_size
+            self._run(
+                self._files._put_file,
+                str(content),
+                self._path(key),
+                chunksize=_PART_BYTES,
+                max_concurrency=_PARTS_AT_ONCE,
+                timeout=_REQUEST_S + length / _MIN_RATE,
+            )
         # A proxy may answer 200 to an upload of which it passes nothing on.
         if (found := self.find([key]).get(key)) is None or found.size != length:
             raise ObjectStoreError(f"{self.url} has accepted an upload of {length} bytes, but has not stored it")
-
-    def create(self, key: str, content: bytes) -> bool:
-        target: dict[str, Any] = {"Bucket": self._bucket, "Key": self._prefix + key, "Body": content}
-        try:
-            self._run(self._files._call_s3, "put_object", **target, IfNoneMatch="*")
-        except ObjectStoreError as cause:
-            if _code(cause) in _EXISTS:
-                return False
-            if _code(cause) not in _NO_CONDITIONS:
-                raise
-            self._run(self._files._call_s3, "put_object", **target)
-        return True
 
     def read(self, key: str, offset: int, count: int) -> bytes:
         try:

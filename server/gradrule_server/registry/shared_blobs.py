@@ -2,8 +2,8 @@
 
 The key of an object is the tenant's folder and the blob's SHA-256, so an object is there or not, and its content never
 changes. An upload is received into the cache's folder, verified, stored as an object, and only then acknowledged. A
-blob that is not in the cache is fetched when a call needs it. The command `gradrule registry gc` deletes objects that
-no program needs (see `collect`), and so does an upload that exceeds a limit.
+blob that is not in the cache is fetched when a call needs it. Only the command `gradrule registry gc` deletes objects
+that no program needs, see `collect`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import re
 import sys
 import threading
@@ -30,7 +29,6 @@ from gradrule_server.concurrency import RepeatedWarning, TenantSlots, run_in_own
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy import missing_blobs
 from gradrule_server.policy.faults import BLOB_NAME
-from gradrule_server.registry.blob_fetches import BlobFetches
 from gradrule_server.registry.blob_index import CACHE_SETTING, BlobAmount, BlobFile, BlobKey, quota_exceeded
 from gradrule_server.registry.blobs import BlobCacheUse, BlobStore, Upload, disk_full, valid_names
 from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS, DISK_FULL_ERRORS, StoreError
@@ -45,9 +43,7 @@ from gradrule_server.registry.object_store import (
     open_object_store,
     read_object,
 )
-from gradrule_server.registry.programs import NeededBlobs
 from gradrule_server.registry.schema import blob_usage, read_meta, write_meta
-from gradrule_server.registry.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +59,6 @@ _READ_ATTEMPTS = 2
 _RETRY_AFTER_S = 1.0
 # An object that is still wanted after this time is renewed, so that `collect` takes it for a new one.
 _RENEW_AFTER_S = 600.0
-# Shortest time between two searches of a server for objects that can be deleted.
-_COLLECT_EVERY_S = 60.0
 MIN_GRACE_S = 2 * _RENEW_AFTER_S
 """Shortest time after which `collect` may delete objects."""
 
@@ -147,9 +141,7 @@ class _Shared:
     """What the stores of all tenants share.
 
     Attributes:
-        needed: Returns the blobs that stored programs need.
         amounts: The amount of each folder, as last seen.
-        collected_at: When this server last deleted what no program needs, on the clock of `time.monotonic`.
         cache_use: How the cache was used; `held_bytes` is not set.
     """
 
@@ -157,7 +149,8 @@ class _Shared:
         self.objects = objects
         self.usage = usage
         self.registry_id = usage.registry_id
-        self.fetches = BlobFetches(TenantSlots(MAX_TRANSFERS, tenant_transfers))
+        self._fetches: dict[BlobKey, asyncio.Task[None]] = {}
+        self._fetch_slots = TenantSlots(MAX_TRANSFERS, tenant_transfers)
         self.lock = threading.Lock()
         self.publishing: weakref.WeakValueDictionary[BlobKey, threading.Lock] = weakref.WeakValueDictionary()
         """A lock for each blob that is being stored, so that it is counted once."""
@@ -165,17 +158,26 @@ class _Shared:
         self.amounts = usage.read()
         self.cache_use = BlobCacheUse()
         self.warning = RepeatedWarning(_log)
-        self.needed = NeededBlobs(Store(usage.database))
-        self.collected_at = -math.inf
 
-    def collect(self) -> bool:
-        """Deletes objects that no program needs, unless that was done just now; returns whether there were any."""
-        with self.lock:
-            if time.monotonic() - self.collected_at < _COLLECT_EVERY_S:
-                return False
-            self.collected_at = time.monotonic()
-        with self.reaching_objects():
-            return collect(self.objects, self.usage, self.needed, MIN_GRACE_S, counts_again=False)[0] > 0
+    async def fetch(self, key: BlobKey, download: Callable[[], None]) -> None:
+        """Waits until a blob is fetched: once for all that wait, and a few blobs at a time.
+
+        The fetch goes on if nobody waits any more. Belongs to one event loop. Raises what `download` raises.
+
+        Args:
+            key: Identifies the blob.
+            download: Fetches it, in a thread.
+        """
+        running = self._fetches.get(key)
+        if running is None:
+            running = self._fetches[key] = asyncio.create_task(self._fetch(key[0], download), name="fetch-blob")
+            running.add_done_callback(lambda _: self._fetches.pop(key))
+        # A caller that is cancelled must not cancel the fetch for others.
+        await asyncio.shield(running)
+
+    async def _fetch(self, folder: str, download: Callable[[], None]) -> None:
+        async with self._fetch_slots.hold_in_task(folder):
+            await run_in_own_thread("fetch-blob", download)
 
     @contextlib.contextmanager
     def counted_fetch(self) -> Iterator[None]:
@@ -313,12 +315,7 @@ class SharedBlobStore(BlobStore):
         shared, size = self._shared, counted_bytes(length)
         is_new = not self._find([name])
         if is_new:
-            try:
-                shared.usage.reserve(self.folder_name, size, self._limit)
-            except GradruleError as cause:
-                if cause.reason != errors_pb2.ERROR_REASON_QUOTA_EXCEEDED or not shared.collect():
-                    raise
-                shared.usage.reserve(self.folder_name, size, self._limit)
+            shared.usage.reserve(self.folder_name, size, self._limit)
         try:
             with shared.reaching_objects():
                 try:
@@ -369,7 +366,7 @@ class SharedBlobStore(BlobStore):
         if missing:
             raise missing_blobs(missing)
         fetches = (
-            self._shared.fetches.fetch((self.folder_name, name), functools.partial(self._download, name, item))
+            self._shared.fetch((self.folder_name, name), functools.partial(self._download, name, item))
             for name, item in found.items()
             # Another call may have fetched it meanwhile.
             if name not in self._own.files
@@ -378,15 +375,13 @@ class SharedBlobStore(BlobStore):
             if failure is not None:
                 raise failure
 
-    def _download(self, name: str, item: StoredObject, is_unwanted: threading.Event) -> None:
+    def _download(self, name: str, item: StoredObject) -> None:
         """Copies a blob into the cache. Raises BLOB_NOT_FOUND if its object is damaged or missing."""
         with self._shared.counted_fetch(), self._shared.reaching_objects():
             for _ in range(_READ_ATTEMPTS):
                 incoming = Upload(self, name, is_copy=True)
                 try:
                     for piece in read_object(self._shared.objects, item.key, item.size):
-                        if is_unwanted.is_set():
-                            return
                         incoming.write(piece)
                         with self._shared.lock:
                             self._shared.cache_use.fetched_bytes += len(piece)
@@ -479,10 +474,8 @@ def collect(
     usage: BlobUsage,
     needed: Callable[[], Collection[BlobKey]],
     grace_s: float,
-    *,
-    counts_again: bool = True,
 ) -> tuple[int, int]:
-    """Deletes the objects of blobs that no program needs; servers may run meanwhile.
+    """Deletes the objects of blobs that no program needs, and counts the others; servers may run meanwhile.
 
     Args:
         objects: The object store.
@@ -490,8 +483,6 @@ def collect(
         needed: Returns folder and name of the blobs that stored programs need.
         grace_s: Objects that were stored or renewed within this time stay, because a program may be about to need
             them; at least `MIN_GRACE_S` seconds.
-        counts_again: Whether to count the other objects again, without uploads that run; else only what is deleted is
-            taken off.
 
     Returns:
         The number of deleted objects, and their bytes.
@@ -517,11 +508,8 @@ def collect(
         if now is not None and now.modified_s <= oldest_s:
             objects.delete(item.key)
             del found[key]
-            if not counts_again:
-                usage.release(key[0], counted_bytes(item.size))
             count, size = count + 1, size + item.size
-    if counts_again:
-        usage.replace(_amounts(found))
+    usage.replace(_amounts(found))
     objects.delete_unfinished(oldest_s)
     return count, size
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
-    Boolean,
     ColumnElement,
     Connection,
     Select,
@@ -26,8 +25,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.exc import DatabaseError, OperationalError
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
 
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.database import Database, open_database
@@ -238,8 +235,7 @@ class Store:
             max_bytes: Largest size of their summaries, bytes; the first program may be larger.
             tenant: The tenant.
         """
-        is_meant = (programs.c.id > program_id) & _is_program_id(programs.c.id)
-        query = _program_rows(tenant).where(is_meant).order_by(programs.c.id).limit(count + 1)
+        query = _program_rows(tenant).where(programs.c.id > program_id).order_by(programs.c.id).limit(count + 1)
         found: list[ProgramRow] = []
         # Read row by row, so that summaries beyond the limit are not read.
         with self._database.read() as connection, connection.execute(query.execution_options(**self._streamed)) as rows:
@@ -365,24 +361,6 @@ def counted_size(row: RuleRow) -> int:
     For a program, its summary, spec and snapshot count; a graph counts once for each tenant.
     """
     return len(row.definition) + len(row.description.encode(errors="surrogateescape"))
-
-
-class _is_program_id(FunctionElement[bool]):
-    """Excludes values of damaged rows that are not valid ids and do not sort like ids."""
-
-    type = Boolean()
-    inherit_cache = True
-
-
-@compiles(_is_program_id, "sqlite")
-def _compile_for_sqlite(element: Any, compiler: Any, **options: Any) -> str:
-    column = compiler.process(element.clauses, **options)
-    return f"(typeof({column}) = 'text' AND {column} GLOB '[a-z]*' AND {column} NOT GLOB '*[^a-z0-9_.-]*')"
-
-
-@compiles(_is_program_id, "postgresql")
-def _compile_for_postgresql(element: Any, compiler: Any, **options: Any) -> str:
-    return f"{compiler.process(element.clauses, **options)} ~ '^[a-z][a-z0-9_.-]*$'"
 
 
 def _same_graph(digest: str, tenant: str) -> Select[tuple[str]]:

@@ -23,8 +23,8 @@ NUMBER = re.compile("[0-9]")
 
 
 def forged(body: bytes) -> str:
-    """A token with the right checksum, of any body."""
-    return base64.urlsafe_b64encode(page_tokens._checksum(body) + body).decode()
+    """A token of any body."""
+    return base64.urlsafe_b64encode(body).decode()
 
 
 def refuses(token: str, *parts: re.Pattern[str]) -> None:
@@ -60,7 +60,7 @@ def test_token_round_trip(place: list[str]) -> None:
         page_tokens.encode("rules/1", ["0", "a"]),
         page_tokens.encode("rules/0", ["0", "a"])[:-4],
         page_tokens.encode("rules/0", ["0", "a"]) + "AAAA",
-        base64.urlsafe_b64encode(b"\x00" * 6 + b'[1, "rules/0", "0", "a"]').decode(),
+        base64.urlsafe_b64encode(b"\x00" * 6 + b'[2, "rules/0", "0", "a"]').decode(),
     ],
 )
 def test_token_of_another_list_is_refused(token: str) -> None:
@@ -80,16 +80,16 @@ def test_token_of_another_list_is_refused(token: str) -> None:
         b"[" * 3_000,
         b"9" * 4_500,
         b"[" + b"9" * 2_900 + b"]",
-        b'[1, "rules/0"]',
-        b'[1, "rules/0", "0"]',
-        b'[1, "rules/0", "0", "a", "b"]',
-        b'[1, "rules/0", 0, "a"]',
-        b'[1, "rules/0", "0", null]',
-        b'[1, "rules/0", "0", ["a"]]',
-        b'[1, "rules/0", "x", "a"]',
-        b'[1, "rules/0", "0\\n", "a"]',
-        b'[1, "rules/0", "0", "\\ud800"]',
-        b'[2, "rules/0", "0", "a"]',
+        b'[2, "rules/0"]',
+        b'[2, "rules/0", "0"]',
+        b'[2, "rules/0", "0", "a", "b"]',
+        b'[2, "rules/0", 0, "a"]',
+        b'[2, "rules/0", "0", null]',
+        b'[2, "rules/0", "0", ["a"]]',
+        b'[2, "rules/0", "x", "a"]',
+        b'[2, "rules/0", "0\\n", "a"]',
+        b'[2, "rules/0", "0", "\\ud800"]',
+        b'[1, "rules/0", "0", "a"]',
     ],
     ids=lambda body: body[:24].decode("latin-1"),
 )
@@ -103,7 +103,7 @@ _JSON = st.recursive(
 )
 
 
-@given(st.binary() | st.lists(_JSON).map(lambda rest: json.dumps([1, "rules/0", *rest]).encode()))
+@given(st.binary() | st.lists(_JSON).map(lambda rest: json.dumps([2, "rules/0", *rest]).encode()))
 def test_any_token_is_decoded_or_refused(body: bytes) -> None:
     try:
         first, second = page_tokens.decode("rules/0", forged(body), NUMBER, ANY)

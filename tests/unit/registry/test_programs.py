@@ -305,27 +305,6 @@ def test_unreadable_program_can_be_deleted(store: Store, column: str, value: Any
     assert counts(store) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["Bad Name", b"\xff", 7, "", "\N{BEL}"])
-def test_row_with_an_invalid_name_hides_no_other_row(store: Store, name: Any) -> None:
-    create(registry_of(store), "a")
-    create(registry_of(store), "zz", "d2")
-    create(registry_of(store), "p", "d3")
-    change(store, "id", name)
-    registry = registry_of(store)
-    assert [item.id for item in registry.list(0, "")[0]] == ["a", "zz"]
-    first, token = registry.list(1, "")
-    assert [item.id for item in first + registry.list(2, token)[0]] == ["a", "zz"]
-
-
-def test_row_with_invalid_utf_8_hides_no_other_row(store: Store) -> None:
-    if not is_sqlite(store):
-        pytest.skip("PostgreSQL refuses invalid UTF-8")
-    create(registry_of(store), "a")
-    create(registry_of(store), "p", "d2")
-    execute(store, "UPDATE programs SET id = CAST(x'70ff' AS TEXT) WHERE id = 'p'")
-    assert [item.id for item in registry_of(store).list(0, "")[0]] == ["a"]
-
-
 def test_removed_row_can_be_created_again(store: Store) -> None:
     registry = registry_of(store)
     create(registry, "p")
