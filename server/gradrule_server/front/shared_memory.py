@@ -3,47 +3,89 @@
 An authenticated caller gets two keys, and connects with them to a Unix socket of the server
 (docs/guide/shared-memory.md). The memory belongs to the tenant of that call, and the server keeps it until the socket
 closes. The kernel closes the socket when either process ends.
+
+Any local process can connect and send a descriptor, and closing such a descriptor can block for as long as its sender
+wants. Therefore the event loop never receives from these sockets and never closes them: each has a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
-import errno
 import logging
+import os
 import secrets
 import socket
+import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
-from gradrule_server.concurrency import RepeatedWarning, run_in_own_thread, start_logged_task
-from gradrule_server.errors import error, lacks_memory
+from gradrule_server.concurrency import RepeatedWarning
+from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Caller
-from gradrule_server.front.shared_memory_connections import (
-    KEY_BYTES,
-    Handshake,
-    Keys,
-    MemoryConnection,
-    allow_descriptors,
-)
-from gradrule_server.front.tenants import Tenants
+from gradrule_server.front.tenants import Tenant, Tenants
 from gradrule_server.link import arena
-from gradrule_server.link.shared_memory import NAME_BYTES, ClientMemory, MemoryUse, NotShareable, shared_memory_lost
+from gradrule_server.link.shared_memory import (
+    NAME_BYTES,
+    ClientMemory,
+    MemoryUse,
+    NotShareable,
+    shareable_size,
+    shared_memory_lost,
+)
 
 _log = logging.getLogger(__name__)
 
+_KEY_BYTES = 16
 _KEYS_LAST_S = 10.0
-# Threads of handshakes and threads that close connections.
-_MAX_THREADS = 64
-_BACKLOG = 64
-_MAX_HANDSHAKES = 256
-_CLOSING_S = 5.0
 _MAX_KEYS_PER_TENANT = 16
+_ACCEPTED, _REFUSED = b"\x00", b"\x01"
+# Most time for each message of a handshake.
+_MESSAGE_S = 5.0
+_MAX_HANDSHAKES = 256
+# Handshakes that were ended may block while they close descriptors.
+_MAX_HANDSHAKE_THREADS = _MAX_HANDSHAKES + 64
+_BACKLOG = 64
+_CLOSING_S = 5.0
+_POLL_S = 0.01
+_RETRY_S = 1.0
 # Each memory takes two descriptors, however small it is.
 _MIN_COUNTED_BYTES = 64 << 20
-_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_RETRY_S = 1.0
+# Process, user and group of the other end.
+_CREDENTIALS = struct.Struct("3i")
+# SO_PASSRIGHTS: whether descriptors may be sent to a socket. Linux has it from 6.16 on, Python has no name for it.
+_PASS_DESCRIPTORS = 83
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """What a caller was given to hand over one memory. It keeps the tenant loaded."""
+
+    server_key: bytes
+    tenant: Tenant
+    timer: asyncio.TimerHandle
+
+
+class _Connection:
+    """A connection of a client. `uid`: user of the client's process. `has_memory`: whether the handshake is over."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.uid = _peer_uid(sock)
+        self.has_memory = self.is_ended = False
+
+    def end(self) -> None:
+        """Wakes its thread, which then closes it."""
+        self.is_ended = True
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
 
 class SharedMemoryServer:
@@ -56,27 +98,25 @@ class SharedMemoryServer:
 
     def __init__(self, tenants: Tenants, max_bytes: int) -> None:
         self._tenants = tenants
-        self.max_bytes = max_bytes
-        self.is_closed = False
+        self._max_bytes = max_bytes
+        self._closing = threading.Event()
         self._listener: socket.socket | None = None
-        self._keys: dict[bytes, Keys] = {}
-        self._connections: dict[tuple[str, bytes], MemoryConnection] = {}
-        # In the order in which they connected.
-        self._handshakes: dict[Handshake, None] = {}
+        self._keys: dict[bytes, _Keys] = {}
+        self._memories: dict[tuple[str, bytes], tuple[ClientMemory, _Connection]] = {}
+        # Each has a thread, in the order in which they connected.
+        self._connections: dict[_Connection, None] = {}
         self._warning = RepeatedWarning(_log)
-        self._running: set[asyncio.Task[None]] = set()
         self.address = ""
 
     def start(self) -> None:
         """Starts to listen on the running loop, unless shared memory is disabled or the system lacks it."""
-        if not self.max_bytes or not arena.has_sealed_memory():
+        if not self._max_bytes or not arena.has_sealed_memory():
             return
-        address = f"gradrule-{secrets.token_hex(KEY_BYTES)}"
+        address = f"gradrule-{secrets.token_hex(_KEY_BYTES)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            listener.setblocking(False)
             listener.bind("\0" + address)
-            allow_descriptors(listener, False)
+            _allow_descriptors(listener, False)
             listener.listen(_BACKLOG)
         except OSError as cause:
             listener.close()
@@ -84,26 +124,22 @@ class SharedMemoryServer:
             return
         self._listener, self.address = listener, address
         self._loop = asyncio.get_running_loop()
-        self._listen()
+        threading.Thread(target=self._accept, args=(listener,), name="shared-memory", daemon=True).start()
 
     async def close(self) -> None:
         """Accepts no more memory and releases what there is. Waits for that, but at most some seconds."""
         if self._listener is None:
             return
-        self.is_closed = True
-        listener, self._listener = self._listener, None
-        self._loop.remove_reader(listener.fileno())
+        self._closing.set()
+        # Wakes the thread that accepts connections.
+        self._listener.shutdown(socket.SHUT_RDWR)
         for client_key in list(self._keys):
             self._withdraw_keys(client_key)
-        # Threads close the connections of the others.
-        for handshake in [each for each in self._handshakes if each.is_waiting]:
-            self._end_handshake(handshake)
-        for key in list(self._connections):
-            self._end_connection(key)
-        self._run_in_thread(listener.close, lambda: None)
+        for connection in list(self._connections):
+            connection.end()
         ends_at = self._loop.time() + _CLOSING_S
-        while self._running and (left_s := ends_at - self._loop.time()) > 0:
-            await asyncio.wait(self._running, timeout=left_s)
+        while (self._connections or self._listener is not None) and self._loop.time() < ends_at:
+            await asyncio.sleep(_POLL_S)
 
     def issue_keys(self, caller: Caller) -> evaluate_pb2.ShareMemoryResponse:
         """Returns keys with which the caller's tenant can hand over one memory. UNSUPPORTED."""
@@ -116,15 +152,15 @@ class SharedMemoryServer:
         unused = [key for key, keys in self._keys.items() if keys.tenant is tenant]
         if len(unused) >= _MAX_KEYS_PER_TENANT:
             self._withdraw_keys(unused[0])
-        client_key, server_key = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(KEY_BYTES)
-        timer = asyncio.get_running_loop().call_later(_KEYS_LAST_S, self._withdraw_keys, client_key)
+        client_key, server_key = secrets.token_bytes(_KEY_BYTES), secrets.token_bytes(_KEY_BYTES)
+        timer = self._loop.call_later(_KEYS_LAST_S, self._withdraw_keys, client_key)
         self._tenants.retain(tenant)
-        self._keys[client_key] = Keys(server_key, tenant, timer)
+        self._keys[client_key] = _Keys(server_key, tenant, timer)
         return evaluate_pb2.ShareMemoryResponse(
             address=self.address,
             client_key=client_key,
             server_key=server_key,
-            max_bytes=min(self.max_bytes, tenant.quotas["shared_bytes"].limit),
+            max_bytes=min(self._max_bytes, tenant.quotas["shared_bytes"].limit),
         )
 
     @contextlib.contextmanager
@@ -134,10 +170,9 @@ class SharedMemoryServer:
         SHARED_MEMORY_LOST where the caller's tenant has no such memory, INVALID_TENSOR.
         """
         key = caller.tenant.name, use.memory
-        connection = self._connections.get(key)
-        if connection is None:
+        if key not in self._memories:
             raise shared_memory_lost()
-        memory = connection.memory
+        memory, connection = self._memories[key]
         if use.answer_offset + use.answer_bytes > memory.size or use.request_bytes > memory.size:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_TENSOR,
@@ -148,149 +183,150 @@ class SharedMemoryServer:
         size = use.request_bytes + use.answer_bytes
         if not memory.reserve_answer(use.answer_offset, use.answer_bytes):
             # An earlier attempt of this call may still run and would write into this one's answer.
-            self._end_connection(key)
+            self._give_up(key, memory, connection)
             raise shared_memory_lost()
         try:
             yield MemoryUse(memory, size)
         except asyncio.CancelledError:
             # An engine may still write into the memory, which the client would use for another call.
-            self._end_connection(key)
+            self._give_up(key, memory, connection)
             raise
         finally:
             memory.release_answer(use.answer_offset, use.answer_bytes)
 
-    def redeem(self, handshake: Handshake, client_key: bytes) -> Keys | None:
-        """Returns the keys that a client shows, which are used up by that; None where there are none.
+    def _give_up(self, key: tuple[str, bytes], memory: ClientMemory, connection: _Connection) -> None:
+        """Makes all engines stop using a memory, whose thread then releases it."""
+        self._memories.pop(key, None)
+        memory.close()
+        connection.end()
 
-        The handshake keeps the tenant loaded.
-        """
-        keys = self._keys.get(client_key)
-        if keys is not None:
-            self._tenants.retain(keys.tenant)
-            handshake.tenant = keys.tenant
-            self._withdraw_keys(client_key)
-        return keys
-
-    def register(self, handshake: Handshake, fd: int, size: int, connection: socket.socket) -> None:
-        """Keeps a descriptor and its connection, and sends the client the name of the memory.
-
-        Raises `NotShareable` and QUOTA_EXCEEDED; descriptor and connection stay with the caller then.
-        """
-        tenant = handshake.tenant
-        if tenant is None:
-            raise NotShareable("the server stops")
-        tenant.quotas["shared_bytes"].reserve(_counted_bytes(size))
-        # From now on the connection keeps the tenant loaded.
-        handshake.tenant = None
-        memory = ClientMemory(secrets.token_bytes(NAME_BYTES), fd, size)
-        key = tenant.name, memory.name
-        kept = MemoryConnection(tenant, connection, memory, lambda: self._end_connection(key))
-        self._connections[key] = kept
-        try:
-            kept.confirm()
-        except OSError as cause:
-            _log.debug("a client that shares memory is gone: %s", cause)
-            self._end_connection(key)
-
-    def _end_connection(self, key: tuple[str, bytes]) -> None:
-        """Makes all engines stop using a memory, then releases it in a thread."""
-        connection = self._connections.pop(key, None)
-        if connection is None:
-            return
-        connection.disconnect()
-
-        def released() -> None:
-            connection.tenant.quotas["shared_bytes"].release(_counted_bytes(connection.memory.size))
-            self._tenants.release(connection.tenant)
-
-        self._run_in_thread(connection.release, released)
-
-    def _withdraw_keys(self, client_key: bytes) -> None:
+    def _take_keys(self, client_key: bytes) -> _Keys | None:
+        """Returns the keys that a client shows, which keep the tenant loaded from now on; None if there are none."""
         keys = self._keys.pop(client_key, None)
         if keys is not None:
             keys.timer.cancel()
+        return keys
+
+    def _withdraw_keys(self, client_key: bytes) -> None:
+        keys = self._take_keys(client_key)
+        if keys is not None:
             self._tenants.release(keys.tenant)
 
-    def _wait_for_message(self, handshake: Handshake) -> None:
-        """Lets a thread receive the next message of a client, or closes its connection after some seconds."""
-        if handshake.has_ended:
-            self._forget_handshake(handshake)
-        elif self.is_closed:
-            self._end_handshake(handshake)
-        else:
-            handshake.wait(lambda: self._receive(handshake), lambda: self._end_handshake(handshake))
+    def _accept(self, listener: socket.socket) -> None:
+        """Starts a thread for each connection. Runs in a thread."""
+        with listener:
+            while not self._closing.is_set():
+                try:
+                    if self._has_room():
+                        self._serve_next(listener)
+                        self._warning.report(None)
+                        continue
+                except (OSError, RuntimeError) as cause:
+                    # No descriptor or no thread is left, unless the listener was closed.
+                    if not self._closing.is_set():
+                        self._warning.report(f"a client cannot share memory: {cause}")
+                self._closing.wait(_RETRY_S)
+        self._listener = None
 
-    def _receive(self, handshake: Handshake) -> None:
-        handshake.stop_waiting()
-        self._run_in_thread(handshake.run, lambda: self._wait_for_message(handshake))
+    def _has_room(self) -> bool:
+        """Returns whether one more connection may be accepted.
 
-    def _end_handshake(self, handshake: Handshake) -> None:
-        """Closes the connection of a client that has not handed memory over, in a thread."""
-        handshake.stop_waiting()
-        self._run_in_thread(handshake.close, lambda: self._forget_handshake(handshake))
-
-    def _make_room(self) -> None:
-        """Ends the oldest waiting handshake of the user that has most of them, if there are too many."""
-        waiting = [handshake for handshake in self._handshakes if handshake.is_waiting]
+        Ends the oldest handshake of the user that has most of them, if there are too many.
+        """
+        handshakes = [connection for connection in list(self._connections) if not connection.has_memory]
+        waiting = [connection for connection in handshakes if not connection.is_ended]
         if len(waiting) > _MAX_HANDSHAKES:
-            [(uid, _)] = Counter(handshake.uid for handshake in waiting).most_common(1)
-            self._end_handshake(next(handshake for handshake in waiting if handshake.uid == uid))
+            [(uid, _)] = Counter(connection.uid for connection in waiting).most_common(1)
+            next(connection for connection in waiting if connection.uid == uid).end()
+        return len(handshakes) < _MAX_HANDSHAKE_THREADS
 
-    def _forget_handshake(self, handshake: Handshake) -> None:
-        self._handshakes.pop(handshake, None)
-        tenant, handshake.tenant = handshake.tenant, None
-        if tenant is not None:
-            self._tenants.release(tenant)
-
-    def _listen(self) -> None:
-        """Accepts connections, unless too many threads are running."""
-        if self._listener is not None and len(self._running) < _MAX_THREADS:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
-
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _serve_next(self, listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        connection = _Connection(sock)
+        self._connections[connection] = None
         try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as cause:
-            if cause.errno in _OUT_OF_RESOURCES:
-                # The connection still waits, so the loop would call this again at once.
-                self._loop.remove_reader(self._listener.fileno())
-                self._loop.call_later(_RETRY_S, self._listen)
-            self._warning.report(f"a client cannot share memory: {cause}")
-            return
-        self._warning.report(None)
-        handshake = Handshake(self, connection)
-        self._handshakes[handshake] = None
-        self._wait_for_message(handshake)
-        self._make_room()
+            threading.Thread(target=self._serve, args=(connection,), name="shared-memory", daemon=True).start()
+        except RuntimeError:
+            del self._connections[connection]
+            sock.close()
+            raise
+        if self._closing.is_set():
+            connection.end()
 
-    def _run_in_thread(self, function: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """Runs a function that may block, and stops accepting connections while too many threads run."""
-        running = start_logged_task(self._run(function), "shared-memory", _log.error, "shared memory was not released")
-        self._running.add(running)
+    def _serve(self, connection: _Connection) -> None:
+        """Receives the key of a client, then its memory, and keeps that until the connection closes."""
+        try:
+            with connection.sock as sock:
+                sock.settimeout(_MESSAGE_S)
+                # The kernel closes descriptors that come with the key, since this call does not ask for them.
+                client_key = sock.recv(_KEY_BYTES + 1)
+                keys = self._on_loop(self._take_keys, client_key)
+                if keys is None:
+                    return
+                try:
+                    _allow_descriptors(sock, True)
+                    sock.send(keys.server_key)
+                    self._receive_memory(connection, keys.tenant)
+                finally:
+                    self._on_loop(self._tenants.release, keys.tenant)
+        except (OSError, RuntimeError) as cause:
+            # RuntimeError: the loop has ended.
+            _log.debug("a client shares no memory any more: %s", cause)
+        finally:
+            del self._connections[connection]
 
-        def ended(_: object) -> None:
-            self._running.discard(running)
-            on_end()
-            self._listen()
-
-        running.add_done_callback(ended)
-        if self._listener is not None and len(self._running) >= _MAX_THREADS:
-            self._loop.remove_reader(self._listener.fileno())
-
-    async def _run(self, function: Callable[[], None]) -> None:
-        """Runs a function in a thread; tries again every second where the system lets no thread start."""
-        while True:
+    def _receive_memory(self, connection: _Connection, tenant: Tenant) -> None:
+        """Keeps the memory that a client sends, or sends the client the reason for refusing it."""
+        _, descriptors, _, _ = socket.recv_fds(connection.sock, 1, 1)
+        for fd in descriptors:
+            quota, counted = tenant.quotas["shared_bytes"], 0
             try:
-                return await run_in_own_thread("shared-memory", function)
-            except RuntimeError as cause:
-                if not lacks_memory(cause):
-                    raise
-                self._warning.report(f"no thread for shared memory can be started, trying again: {cause}")
-            await asyncio.sleep(_RETRY_S)
+                os.set_inheritable(fd, False)
+                size = shareable_size(fd, self._max_bytes)
+                quota.reserve(max(size, _MIN_COUNTED_BYTES))
+                counted = max(size, _MIN_COUNTED_BYTES)
+                self._keep(connection, tenant, ClientMemory(secrets.token_bytes(NAME_BYTES), fd, size))
+            except (NotShareable, GradruleError) as refusal:
+                connection.sock.send(_REFUSED + str(refusal).encode())
+            finally:
+                os.close(fd)
+                quota.release(counted)
+
+    def _keep(self, connection: _Connection, tenant: Tenant, memory: ClientMemory) -> None:
+        """Keeps a memory until its connection closes."""
+        key = tenant.name, memory.name
+        self._on_loop(self._memories.__setitem__, key, (memory, connection))
+        try:
+            connection.has_memory = True
+            connection.sock.send(_ACCEPTED + memory.name)
+            connection.sock.settimeout(None)
+            # The client sends nothing more: anything that arrives is the end of the connection or a breach of protocol.
+            connection.sock.recv(1)
+        finally:
+            self._on_loop(self._give_up, key, memory, connection)
+
+    def _on_loop(self, function: Callable[..., T], *arguments: object) -> T:
+        """Calls a function on the event loop, from another thread, and waits for its result."""
+        done = concurrent.futures.Future[T]()
+
+        def call() -> None:
+            try:
+                done.set_result(function(*arguments))
+            except BaseException as cause:
+                done.set_exception(cause)
+
+        self._loop.call_soon_threadsafe(call)
+        return done.result()
 
 
-def _counted_bytes(size: int) -> int:
-    return max(size, _MIN_COUNTED_BYTES)
+def _peer_uid(sock: socket.socket) -> int:
+    """Returns the user of the process at the other end."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
+
+
+def _allow_descriptors(sock: socket.socket, is_allowed: bool) -> None:
+    """Allows or forbids others to send descriptors to a socket, where the kernel can do that."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _PASS_DESCRIPTORS, int(is_allowed))

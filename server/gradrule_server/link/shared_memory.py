@@ -39,7 +39,7 @@ class ClientMemory:
 
     Args:
         name: By which requests name it.
-        fd: Its descriptor, which this object owns from now on.
+        fd: Its descriptor, which is closed after `close`. Not on the event loop: freeing memory may take long.
         size: Its size, bytes.
     """
 
@@ -71,17 +71,13 @@ class ClientMemory:
         self._answer_regions.discard((offset, offset + size))
 
     def close(self) -> None:
-        """Makes all holders give it up. Running calls may still use it. Call `release` afterwards."""
+        """Makes all holders give it up. Running calls may still use it."""
         if self.is_closed:
             return
         self.is_closed = True
         for holder in list(self.holders):
             holder.detach(self)
         self.holders.clear()
-
-    def release(self) -> None:
-        """Closes the descriptor of a closed memory. Do not call it on the event loop: freeing memory may take long."""
-        os.close(self.fd)
 
 
 class MemoryUse(NamedTuple):

@@ -263,4 +263,4 @@ def test_tensors_in_shared_memory_need_the_memory_and_an_offset_each() -> None:
     finally:
         channel.close()
         theirs.close()
-        memory.release()
+        os.close(memory.fd)

@@ -83,4 +83,4 @@ def test_holes_are_zeros() -> None:
     assert not np.frombuffer(content, np.float32).any()
     channel.close()
     theirs.close()
-    memory.release()
+    os.close(memory.fd)

@@ -20,7 +20,7 @@ import pytest
 from gradrule.common.memory_regions import Memory
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.front import shared_memory, shared_memory_connections
+from gradrule_server.front import shared_memory
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.quotas import Quota
@@ -93,7 +93,7 @@ def test_memory_counts_until_closed() -> None:
                 pass
             connection.close()
             async with asyncio.timeout(60):
-                while caller.tenant.quotas["shared_bytes"].used:
+                while around.entered:
                     await asyncio.sleep(0)
             assert memory.is_closed
             with pytest.raises(GradruleError) as caught, memories.use(use, caller):
@@ -221,22 +221,22 @@ def test_slow_closing_descriptors_do_not_block_the_loop(is_read: bool) -> None:
     asyncio.run(run())
 
 
-def test_accepting_pauses_when_no_descriptor_is_free(caplog: pytest.LogCaptureFixture) -> None:
+def test_accepting_pauses_when_no_descriptor_is_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Mock(side_effect=OSError(errno.EMFILE, "too many"))
+
     async def run() -> None:
         async with sharing(Counters()) as memories:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-                listener = memories._listener
-                assert listener is not None
-                accept = Mock(side_effect=OSError(errno.EMFILE, "too many"))
-                failing = SimpleNamespace(accept=accept, fileno=listener.fileno)
-                memories._listener = cast(Any, failing)
-                connection.connect("\0" + memories.address)
-                await _until(lambda: bool(accept.call_count))
-                for _ in range(20):
-                    await asyncio.sleep(0)
-                assert accept.call_count == 1
-                memories._listener = listener
-                await _until(lambda: bool(memories._handshakes))
+            with monkeypatch.context() as patched:
+                patched.setattr(shared_memory, "_RETRY_S", 0.01)
+                patched.setattr(SharedMemoryServer, "_serve_next", failing)
+                # The thread waits for a connection before it sees the patch.
+                with connected(memories):
+                    await _until(lambda: failing.call_count > 1)
+            connection, answer = await handed_over(memories, caller_of("a"), Memory(4 * _MEBIBYTE))
+            assert answer[:1] == b"\0"
+            connection.close()
         assert caplog.text.count("too many") == 1
 
     asyncio.run(run())
@@ -254,9 +254,9 @@ async def connect_idle(memories: SharedMemoryServer, count: int, *, shows_keys: 
     """Connections that send nothing, or nothing after the keys of a tenant."""
     idle, caller = [], caller_of("idle")
     for _ in range(count):
-        accepted = len(memories._handshakes)
+        accepted = len(memories._connections)
         idle.append(connected(memories))
-        await _until(lambda accepted=accepted: len(memories._handshakes) > accepted)  # type: ignore[misc]
+        await _until(lambda accepted=accepted: len(memories._connections) > accepted)  # type: ignore[misc]
         if shows_keys:
             offer = memories.issue_keys(caller)
             idle[-1].send(offer.client_key)
@@ -268,7 +268,7 @@ async def connect_idle(memories: SharedMemoryServer, count: int, *, shows_keys: 
 def test_idle_connections_do_not_delay_the_handshakes_of_others(
     monkeypatch: pytest.MonkeyPatch, shows_keys: bool
 ) -> None:
-    monkeypatch.setattr(shared_memory_connections, "_HANDSHAKE_S", 3600.0)
+    monkeypatch.setattr(shared_memory, "_MESSAGE_S", 3600.0)
 
     async def run() -> None:
         around = Counters()
@@ -278,7 +278,6 @@ def test_idle_connections_do_not_delay_the_handshakes_of_others(
             async with asyncio.timeout(60):
                 connection, answer = await handed_over(memories, caller_of("a"), Memory(4 * _MEBIBYTE))
             assert answer[:1] == b"\0"
-            await _until(lambda: len(memories._handshakes) == 200)
         for each in (connection, *idle):
             each.close()
         assert around.entered == 0
@@ -288,22 +287,22 @@ def test_idle_connections_do_not_delay_the_handshakes_of_others(
 
 
 def test_idle_connections_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory_connections, "_HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(shared_memory, "_MESSAGE_S", 0.05)
 
     async def run() -> None:
         async with sharing(Counters()) as memories:
             with connected(memories) as connection:
                 assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1), 60) == b""
-                await _until(lambda: not memories._handshakes)
+                await _until(lambda: not memories._connections)
 
     asyncio.run(run())
 
 
 def test_full_server_ends_the_oldest_handshake_of_the_user_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory_connections, "_HANDSHAKE_S", 3600.0)
+    monkeypatch.setattr(shared_memory, "_MESSAGE_S", 3600.0)
     monkeypatch.setattr(shared_memory, "_MAX_HANDSHAKES", 5)
     uids = iter([7, 8, 8, 7, 8, 8, 8])
-    monkeypatch.setattr(shared_memory_connections, "_peer_uid", lambda _: next(uids))
+    monkeypatch.setattr(shared_memory, "_peer_uid", lambda _: next(uids))
 
     async def run() -> None:
         async with sharing(Counters()) as memories:
@@ -311,10 +310,10 @@ def test_full_server_ends_the_oldest_handshake_of_the_user_with_most(monkeypatch
                 connections = []
                 for _ in range(7):
                     connections.append(idle.enter_context(connected(memories)))
-                    await _until(lambda: len(memories._handshakes) == min(len(connections), 5))
+                    await _until(lambda: len(memories._connections) == min(len(connections), 5))
                 ended = [await asyncio.get_running_loop().sock_recv(connections[number], 1) for number in (1, 2)]
                 assert ended == [b"", b""]
-                await _until(lambda: [handshake.uid for handshake in memories._handshakes] == [7, 7, 8, 8, 8])
+                await _until(lambda: [waiting.uid for waiting in memories._connections] == [7, 7, 8, 8, 8])
 
     asyncio.run(run())
 
@@ -322,7 +321,7 @@ def test_full_server_ends_the_oldest_handshake_of_the_user_with_most(monkeypatch
 def test_uid_is_that_of_the_process_that_connects() -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
-        assert shared_memory_connections._peer_uid(one) == os.getuid()
+        assert shared_memory._peer_uid(one) == os.getuid()
 
 
 @contextmanager
@@ -334,51 +333,21 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
         yield start
 
 
-def test_memory_is_released_as_soon_as_a_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        around, caller = Counters(), caller_of("a")
-        async with sharing(around) as memories:
-            before = count_descriptors()
-            connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
-            with no_threads(monkeypatch) as start:
-                connection.close()
-                await _until(lambda: bool(start.call_count))
-                assert caller.tenant.quotas["shared_bytes"].used == 64 * _MEBIBYTE
-            await _until(lambda: not caller.tenant.quotas["shared_bytes"].used)
-            assert around.entered == 0
-            assert count_descriptors() == before
-
-    asyncio.run(run())
-
-
-def test_connections_wait_until_a_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_end_while_no_thread_can_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         loop, caller = asyncio.get_running_loop(), caller_of("a")
-        async with sharing(Counters()) as memories:
-            offer = memories.issue_keys(caller)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-                connection.setblocking(False)
-                with no_threads(monkeypatch) as start:
-                    await loop.sock_connect(connection, b"\0" + offer.address.encode())
-                    await loop.sock_sendall(connection, offer.client_key)
-                    await _until(lambda: bool(start.call_count))
-                async with asyncio.timeout(60):
-                    assert await loop.sock_recv(connection, 100) == offer.server_key
-
-    asyncio.run(run())
-
-
-def test_closing_releases_memory_that_waits_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        around, caller = Counters(), caller_of("a")
+        monkeypatch.setattr(shared_memory, "_RETRY_S", 0.01)
         before = count_descriptors()
-        async with sharing(around) as memories:
-            connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
-            with no_threads(monkeypatch) as start:
-                connection.close()
-                await _until(lambda: bool(start.call_count))
-        assert around.entered == 0
-        assert caller.tenant.quotas["shared_bytes"].used == 0
+        async with sharing(Counters()) as memories:
+            with connected(memories) as connection, no_threads(monkeypatch):
+                # The thread that waits for a connection started before.
+                assert await asyncio.wait_for(loop.sock_recv(connection, 1), 60) == b""
+            assert "can't start new thread" in caplog.text
+            later, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+            assert answer[:1] == b"\0"
+            later.close()
         assert count_descriptors() == before
 
     asyncio.run(run())

@@ -209,7 +209,7 @@ async def test_detached_memory_that_a_call_still_maps_is_not_charged_to_the_engi
     fill = "import mmap, sys; kept = mmap.mmap(int(sys.argv[1]), 100_000_000); kept.write(b'a' * 100_000_000)"
     with _child(fill, memory.fd) as pid:
         memory.close()
-        memory.release()
+        os.close(memory.fd)
         process, _ = watched(heartbeat_s=0, memory=60_000_000)
         process.connection.memories = channel
         process.pid = pid
