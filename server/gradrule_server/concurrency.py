@@ -138,12 +138,24 @@ class TenantSlots:
     """
 
     def __init__(self, count: int, per_tenant: int) -> None:
-        self._count = count
+        self.count = count
         self._per_tenant = per_tenant
         self._lock = threading.Lock()
         self._used: Counter[str] = Counter()
         # The tenant that waits longest is first.
         self._waiting: dict[str, deque[Future[None]]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """The number of threads and tasks that wait for a slot."""
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
+
+    def is_kept_waiting_by(self, tenant: str) -> bool:
+        """Returns whether other tenants wait for a slot, and a tenant has one while all are used."""
+        with self._lock:
+            is_full = self._used.total() >= self.count and self._used[tenant] > 0
+            return is_full and any(waiting != tenant for waiting in self._waiting)
 
     @contextlib.contextmanager
     def hold(self, tenant: str, timeout_s: float) -> Iterator[None]:
@@ -174,10 +186,15 @@ class TenantSlots:
         return slot
 
     def _end(self, tenant: str, slot: Future[None]) -> None:
-        # A thread or task that no longer waits has no slot.
-        if slot.cancel():
-            return
         with self._lock:
+            # A thread or task that no longer waits has no slot.
+            if slot.cancel():
+                slots = self._waiting.get(tenant, deque())
+                if slot in slots:
+                    slots.remove(slot)
+                    if not slots:
+                        del self._waiting[tenant]
+                return
             self._used[tenant] -= 1
             if not self._used[tenant]:
                 del self._used[tenant]
@@ -186,7 +203,7 @@ class TenantSlots:
     def _assign(self) -> None:
         assigned = []
         with self._lock:
-            while self._used.total() < self._count:
+            while self._used.total() < self.count:
                 ready = [tenant for tenant in self._waiting if self._used[tenant] < self._per_tenant]
                 if not ready:
                     break

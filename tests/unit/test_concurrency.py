@@ -168,6 +168,20 @@ async def test_slot_goes_to_the_tenant_that_has_the_fewest() -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_tenants_that_keep_others_waiting_are_known_until_the_others_give_up() -> None:
+    slots = TenantSlots(1, 1)
+    async with slots.hold_in_task("a"):
+        with pytest.raises(TimeoutError), slots.hold("b", 0.01):
+            pass
+        waits = [asyncio.ensure_future(slots.hold_in_task("b").__aenter__()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert (slots.waiting, slots.is_kept_waiting_by("a"), slots.is_kept_waiting_by("b")) == (2, True, False)
+        for task in waits:
+            task.cancel()
+        await asyncio.wait(waits)
+        assert (slots.waiting, slots.is_kept_waiting_by("a")) == (0, False)
+
+
 async def wait_for(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():

@@ -235,11 +235,9 @@ class Engine:
         process.connection.on_idle = self._on_idle
         process.connection.on_unbatched = self._run_alone
         self._on_change(self)
-        if process.connection.is_closed:
-            self._handle_end(process)
 
     def remove(self, reason: EndReason = EndReason.OVERRUN) -> None:
-        """Gives up the process: it stops if it holds nothing and runs nothing, and is ended for `reason` otherwise."""
+        """Gives up the process and ends it; what runs in it is told `reason`."""
         self.is_removed = True
         if self._filling is not None:
             self._filling.cancel()
@@ -249,10 +247,7 @@ class Engine:
             return
         self.generation += 1
         process.connection.on_lost = process.connection.on_idle = None
-        if process.connection.running or self.kept:
-            process.end(reason)
-        else:
-            process.stop_soon()
+        process.end(reason)
 
     def recycle(self) -> bool:
         """Replaces the process by a new one that holds nothing; calls that run in it run again.
@@ -414,19 +409,6 @@ class Engine:
             self.holders -= 1
             if self.is_idle:
                 self._on_idle()
-
-    async def stop(self) -> None:
-        """Stops the process."""
-        self.is_removed = True
-        if self._filling is not None:
-            self._filling.cancel()
-            await asyncio.gather(self._filling, return_exceptions=True)
-        if self._process is not None:
-            process, self._process = self._process, None
-            process.connection.on_lost = process.connection.on_idle = None
-            await process.stop()
-        if self._reports:
-            await asyncio.wait(self._reports)
 
     def _run_alone(self, keys: Iterable[str]) -> None:
         """Runs calls of programs alone from now on. `keys`: those of the programs in an engine."""

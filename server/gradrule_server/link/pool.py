@@ -212,7 +212,8 @@ class EnginePool:
                 timer.cancel()
         # The engines must be stopped even if one of these tasks failed.
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(self.workers.stop(), *(engine.stop() for engine in self.engines))
+        for engine in (*self.engines, *self.workers.workers):
+            engine.remove(EndReason.STOPPED)
         await self._spares.stop()
 
     def engines_for(self, owner: str) -> list[Engine]:
@@ -594,7 +595,7 @@ class EnginePool:
 
     def _is_unused(self, engine: Engine) -> bool:
         """Returns whether ending an engine or a compile worker would lose nothing but time."""
-        return engine in self.workers.idle or (engine.is_idle and engine.use in (Use.PROGRAMS, Use.SESSIONS))
+        return engine.is_idle and engine.use is not Use.TRIAL
 
     def _count_eviction(self, engine: Engine, reason: str) -> None:
         if engine.owner is not None:

@@ -33,7 +33,6 @@ from gradrule_server.recovery.endings import (
 
 _log = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_S = 5.0
 # A killed process may stay in the kernel for a while until its memory is freed.
 _END_TIMEOUT_S = 10.0
 _STDERR_TIMEOUT_S = 1.0
@@ -128,7 +127,6 @@ class EngineProcess:
     """The part of it that no other process has: a forked process shares pages until it writes to them."""
     _ended_for: EndReason | None = None
     _end_task: asyncio.Task[EngineEnd] | None = None
-    _stopping: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
@@ -183,20 +181,6 @@ class EngineProcess:
     def loss_error(self, end: EngineEnd) -> EngineLost:
         """Returns the error of a request that was running when the process ended."""
         return lost_while_running(end, ran_alone=self.connection.lost_one)
-
-    async def stop(self) -> None:
-        """Closes the connection, so that the process ends; kills it if it does not."""
-        self._ended_for = self._ended_for or EndReason.STOPPED
-        self.connection.close()
-        try:
-            await asyncio.wait_for(self.process.wait(), _STOP_TIMEOUT_S)
-        except TimeoutError:
-            self.kill()
-            await self.process.wait()
-
-    def stop_soon(self) -> None:
-        """Stops the process in a task of its own."""
-        self._stopping = asyncio.create_task(self.stop(), name="engine-stop")
 
     async def _determine_end(self) -> EngineEnd:
         # The socket closes before the operating system reports the end.
@@ -321,8 +305,6 @@ class Spares:
         if self._filling is not None:
             self._filling.cancel()
             await asyncio.wait({self._filling})
-        ready, self._ready = list(self._ready), deque()
-        await asyncio.gather(*(process.stop() for process in ready))
         left = list(self._all)
         for process in left:
             process.end(EndReason.STOPPED)
@@ -351,10 +333,7 @@ class Spares:
         while len(self._ready) < self._count:
             process = await self._start()
             process.connection.on_lost = self._on_spare_lost(process)
-            if process.connection.is_closed:
-                process.kill()
-            else:
-                self._ready.append(process)
+            self._ready.append(process)
 
     async def _start(self) -> EngineProcess:
         """Starts a process. Tries again until that works, unless no process ever ran; then raises `EngineRefused`."""
@@ -365,8 +344,8 @@ class Spares:
                 self._all.add(process)
                 try:
                     greeting = await process.greet(self._times.greeting_s)
-                    if self._is_stopped:
-                        raise EngineRefused("the server has stopped")
+                    if self._is_stopped or process.connection.is_closed:
+                        raise EngineRefused("it ended, or the server has stopped")
                 except BaseException:
                     process.kill()
                     process.connection.close()

@@ -101,12 +101,6 @@ class FakeProcess:
     def end(self, reason: EndReason) -> None:
         self.die(EngineEnd(reason, reason))
 
-    async def stop(self) -> None:
-        self.end(EndReason.STOPPED)
-
-    def stop_soon(self) -> None:
-        self.end(EndReason.STOPPED)
-
     def die(self, ending: EngineEnd) -> None:
         """Ends the process."""
         if self.ended_with is None:

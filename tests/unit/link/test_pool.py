@@ -118,6 +118,26 @@ async def test_a_spare_that_dies_is_replaced(starter: Starter) -> None:
     await pool.stop()
 
 
+async def test_spares_that_end_right_after_their_greeting_are_started_at_intervals(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = _pool(spares=0, times=replace(_TIMES, retry_delay_s=3600))
+    await pool.start()
+    greet = FakeProcess.greet
+
+    async def greet_and_end(process: FakeProcess, timeout_s: float) -> link_pb2.Greeting:
+        greeting = await greet(process, timeout_s)
+        process.die(CRASH)
+        return greeting
+
+    monkeypatch.setattr(FakeProcess, "greet", greet_and_end)
+    starter.started[0].die(CRASH)
+    await _until(lambda: len(starter.started) == 2)
+    await asyncio.sleep(0.05)
+    assert len(starter.started) == 2
+    await pool.stop()
+
+
 async def test_processes_that_ended_are_forgotten(starter: Starter) -> None:
     pool = _pool()
     await pool.start()

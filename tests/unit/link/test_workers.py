@@ -31,7 +31,6 @@ async def made(most: int = 10, idle_s: float = 15.0) -> AsyncIterator[CompileWor
     times = EngineTimes(worker_idle_s=idle_s)
     found = CompileWorkers(processes, lambda: most, times)
     yield found
-    await found.stop()
     await processes.stop()
 
 
