@@ -107,7 +107,7 @@ def test_resources_are_valid_without_kubectl() -> None:
             if resource.is_file():
                 check_schemas(list(yaml.safe_load_all(resource.read_text())))
                 found += 1
-    assert found == 10
+    assert found == 11
 
 
 @pytest.mark.parametrize("name", manifests.OVERLAYS)
@@ -205,6 +205,27 @@ def test_settings_are_accepted_and_match_the_pod(rendered: list[Manifest], combi
         assert path is None or str(path.parent) in mounts
     variables = set(environment(rendered))
     assert ("GRADRULE_REGISTRY" in variables) == ("GRADRULE_BLOBS" in variables) == has_replicas(combination)
+
+
+def test_replicas_have_a_job_that_deletes_unneeded_blobs(
+    rendered: list[Manifest], combination: tuple[str, ...]
+) -> None:
+    if not has_replicas(combination):
+        assert "CronJob" not in kinds(rendered)
+        return
+    template = find(rendered, "CronJob", "gradrule-gc")["spec"]["jobTemplate"]["spec"]["template"]
+    # The Service must not send calls to it.
+    assert template["metadata"]["labels"]["app"] != "gradrule"
+    spec = template["spec"]
+    (job,) = spec["containers"]
+    assert job["args"] == ["registry", "gc"]
+    server = {each["name"]: each for each in container(rendered)["env"]}
+    assert all(server[each["name"]] == each for each in job["env"])
+    assert {"GRADRULE_REGISTRY", "GRADRULE_BLOBS", "AWS_ACCESS_KEY_ID"} <= {each["name"] for each in job["env"]}
+    # It needs no GPU.
+    assert job["image"] == container(rendered)["image"].removesuffix("-gpu")
+    assert job["securityContext"] == container(rendered)["securityContext"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
 
 
 def test_the_pod_gets_the_time_that_the_server_needs_to_stop(

@@ -14,8 +14,8 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Quota
 from gradrule_server.registry import page_tokens, programs
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
-from gradrule_server.registry.store import Store
+from gradrule_server.registry.programs import NeededBlobs, ProgramRegistry, StoredProgram
+from gradrule_server.registry.store import ProgramContent, ProgramRow, Store
 from tests.unit.registry.rows import count_again, counts, execute, is_sqlite, kept_bytes
 
 X, Y = graph_pb2.Node(name="x", op="Placeholder"), graph_pb2.Node(name="y", op="Sign", input=["x"])
@@ -313,3 +313,30 @@ def test_removed_row_can_be_created_again(store: Store) -> None:
         registry.get("p")
     made = create(registry, "p")
     assert registry.get("p") == made
+
+
+def test_spec_of_each_program_is_read_once_for_the_needed_blobs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_blob(name: str) -> program_pb2.ProgramSpec:
+        found = spec()
+        found.variables.add(name="w", value=tensor_pb2.TensorSource(blob=tensor_pb2.BlobTensor(sha256=name)))
+        return found
+
+    reads: list[str] = []
+    read_spec = Store.program_spec
+
+    def counted(self: Store, program_id: str, identity: str, tenant: str) -> bytes | None:
+        reads.append(program_id)
+        return read_spec(self, program_id, identity, tenant)
+
+    monkeypatch.setattr(Store, "program_spec", counted)
+    needed, source = NeededBlobs(store), ProgramContent(with_blob("1" * 64).SerializeToString(), b"graph", b"")
+    store.add_program(ProgramRow("a", "i", b"", 1), source)
+    assert needed() == needed() == {("", "1" * 64)}
+    other = ProgramContent(with_blob("2" * 64).SerializeToString(), b"graph", b"")
+    store.add_program(ProgramRow("b", "i", b"", 1), other)
+    assert needed() == {("", "1" * 64), ("", "2" * 64)}
+    store.remove_program("a")
+    # Another program of the same id.
+    store.add_program(ProgramRow("a", "j", b"", 1), other)
+    assert needed() == {("", "2" * 64)}
+    assert reads == ["a", "b", "a"]
