@@ -107,10 +107,7 @@ def create_blob_store(settings: Settings, store: Store) -> BlobStore:
     """Returns the blobs of all tenants. Raises `StoreError` if the object store of `--blobs` cannot be used."""
     limit = BlobAmount(settings.server_limit("blob_bytes"), settings.server_limit("blobs"))
     if not settings.blobs:
-        needed = NeededBlobs(store)
-        # Read all programs now: later calls read only new ones, while others wait.
-        needed()
-        return BlobStore(settings.data_dir / BLOBS, limit.size, limit.count, needed=needed)
+        return BlobStore(settings.data_dir / BLOBS, limit.size, limit.count, needed=NeededBlobs(store))
     from gradrule_server.registry.shared_blobs import MAX_TRANSFERS, open_shared_blobs
 
     return open_shared_blobs(

@@ -95,6 +95,8 @@ class BlobIndex:
         self.folder = folder
         self.limit = limit
         self._needed = needed
+        # Read all programs now: later calls read only new ones, while others wait for `lock`.
+        needed()
         self.bytes_setting = bytes_setting
         """The setting that limits the bytes of all tenants."""
         self.lock = threading.Lock()
