@@ -405,7 +405,8 @@ class EnginePool:
 
     def _handle_idle(self, engine: Engine) -> None:
         """Assigns places again for tenants that wait, because an engine has nothing to do, or what it holds changed."""
-        self._end_surplus(engine.owner)
+        if len(self.engines) > self.per_tenant:
+            self._end_surplus(engine.owner)
         if not self._waiting or (engine.kept and not engine.is_given_away):
             return
         # Engines are idle often during their turns, when calls gain nothing by that.
