@@ -1,4 +1,4 @@
-"""Manages the files beside a registry's database: the lock, the marker, SQLite's logs."""
+"""Manages the files beside a registry's database: the lock, the marker, the reserve for a full disk, SQLite's logs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gradrule_server.errors import CannotStartError
 
 DATABASE_FILE = "gradrule.db"
 MARKER = "gradrule.registry"
+RESERVE = "gradrule.reserve"
 _LOCK_FILE = "gradrule.lock"
 BLOBS = "blobs"
 """Name of the folder of blobs within the data folder."""
@@ -23,6 +24,9 @@ BLOB_CACHE = "blob-cache"
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of system calls on a full disk."""
+
+# Size of the reserve, bytes. Deleting a program writes one page for each thousand pages that it frees, and a few more.
+_RESERVE_BYTES = 4 << 20
 
 # SQLite keeps these files open and removes them only when the last connection is closed.
 _KEPT_OPEN = ("-wal", "-shm")
@@ -177,6 +181,33 @@ class OpenFiles:
             if opened is not None and found != opened:
                 return f"{file} was {'removed' if found is None else 'replaced'} while the server uses it"
         return None
+
+
+class Reserve:
+    """A file that reserves disk space, so that deleting works on a full disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / RESERVE
+
+    def create(self) -> bool:
+        """Reserves the space; returns False if the disk is full or the file system cannot reserve space."""
+        handle = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, _RESERVE_BYTES)
+        except OSError:
+            self._path.unlink()
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+    def release(self) -> bool:
+        """Frees the space; returns False if no space was reserved."""
+        try:
+            self._path.unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -14,13 +14,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from sqlalchemy import Connection, Engine, inspect
 
 from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.schema import SCHEMA_VERSION, metadata, migrate, read_meta, write_meta
 from gradrule_server.registry.usage import count_again
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +82,16 @@ class Database(ABC):
         """Opens a transaction that writes, see `read`; its changes survive once the context ends without an error."""
         with self._transaction(is_writing=True) as connection, self._time_for(connection, size):
             yield connection
+
+    def delete(self, work: Callable[[Connection], T]) -> T:
+        """Runs a transaction that frees space and returns its result; a database may keep room for it on a full disk.
+
+        Args:
+            work: Deletes rows. It may be called a second time after it was rolled back.
+        """
+        with self.write() as connection:
+            self.lock(connection)
+            return work(connection)
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect
 from sqlalchemy.exc import DatabaseError, OperationalError
@@ -23,8 +24,10 @@ from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.registry.data_folder import (
     DATABASE_FILE,
+    DISK_FULL_ERRORS,
     MARKER,
     OpenFiles,
+    Reserve,
     StoreError,
     find_logs,
     lock_folder,
@@ -36,6 +39,8 @@ from gradrule_server.registry.data_folder import (
 from gradrule_server.registry.database import Database
 from gradrule_server.registry.schema import copy_database, old_version_path, read_meta
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
 _NEW_HINT = "create an empty registry (`gradrule registry new`)"
@@ -44,7 +49,8 @@ _NEW_HINT = "create an empty registry (`gradrule registry new`)"
 class SqliteDatabase(Database):
     """A registry's database in a data folder, which one server uses at a time.
 
-    Reading and writing raise UNAVAILABLE if the file was removed or replaced after it was opened.
+    Reading and writing raise UNAVAILABLE if the file was removed or replaced after it was opened. Deleting works also
+    on a full disk.
 
     Args:
         folder: The data folder, which is created if missing.
@@ -64,7 +70,22 @@ class SqliteDatabase(Database):
         self._files: OpenFiles | None = None
         # SQLite allows one writer at a time. Use a lock, because SQLite would poll, and late writers could overtake.
         self._writing = threading.Lock()
-        self._lock = lock_folder(folder)
+        self._reserve = Reserve(folder)
+        try:
+            self._lock_and_open()
+        except StoreError as failure:
+            if not (_is_full(failure.__cause__) and self._reserve.release()):
+                raise
+            _log.warning("the disk of %s is full; the space reserved for deletions was used to open it", self.path)
+            self._lock_and_open()
+        self._renew_reserve()
+
+    def _renew_reserve(self) -> None:
+        if not self._reserve.create():
+            _log.warning("cannot reserve space beside %s: deletions may fail when the disk is full", self.path)
+
+    def _lock_and_open(self) -> None:
+        self._lock = lock_folder(self.path.parent)
         self._engine = self._reader = _engine(self.path, self._check_files)
         self._pinned: Connection | None = None
         try:
@@ -165,7 +186,7 @@ class SqliteDatabase(Database):
             # Check again, because the files may have been removed just before the commit.
             self._check_files()
         except OperationalError as cause:
-            if getattr(cause.orig, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
+            if not _is_full(cause):
                 raise
             raise error(
                 errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
@@ -175,11 +196,43 @@ class SqliteDatabase(Database):
     def lock(self, connection: Connection) -> None:
         """Does nothing: one transaction of `write` runs at a time."""
 
+    def delete(self, work: Callable[[Connection], T]) -> T:
+        """Runs a transaction that frees space; uses the reserved space if the disk is full."""
+        try:
+            return super().delete(work)
+        except GradruleError as failure:
+            if not (_is_full(failure.__cause__) and self._reserve.release()):
+                raise
+        result = super().delete(work)
+        # Truncate the log: SQLite never shrinks it, and the reserve needs its space.
+        with self._writing:
+            raw_connection = self._engine.raw_connection()
+            try:
+                raw_connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            finally:
+                raw_connection.close()
+        self._renew_reserve()
+        return result
+
 
 def _damaged(path: Path, what: str) -> StoreError:
     return StoreError(
         f"{path} is damaged ({what}): move it away and restore a backup (`gradrule registry restore`), or {_NEW_HINT}"
     )
+
+
+def _is_full(cause: BaseException | None) -> bool:
+    """Returns whether an error was caused by a full disk."""
+    if isinstance(cause, OSError):
+        return cause.errno in DISK_FULL_ERRORS
+    original = getattr(cause, "orig", None) or cause
+    if isinstance(original, sqlite3.OperationalError):
+        return original.sqlite_errorcode in _FULL_CODES
+    return isinstance(cause, GradruleError) and _is_full(cause.__cause__)
+
+
+# The last two codes: connections share information about the log in a file, which may not fit on the disk.
+_FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMOPEN})
 
 
 def _engine(path: Path, check: Callable[[], None]) -> Engine:

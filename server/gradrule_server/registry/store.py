@@ -185,11 +185,13 @@ class Store:
 
     def remove_rule(self, name: str, tenant: str = DEFAULT_TENANT, quotas: Quotas | None = None) -> None:
         """Removes a rule, if it exists."""
-        with self._database.write() as connection:
-            self._database.lock(connection)
+
+        def remove(connection: Connection) -> None:
             freed = _delete_rule(connection, name, tenant)
             if freed is not None:
                 change_usage(connection, tenant, Usage(-1, 0, -freed, 1), quotas)
+
+        self._database.delete(remove)
 
     def program_identities(self, tenant: str = DEFAULT_TENANT, ids: Collection[str] | None = None) -> dict[str, str]:
         """Returns the identity of each program of a tenant by id: of all, or of those of `ids` that exist."""
@@ -312,8 +314,8 @@ class Store:
 
     def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT, quotas: Quotas | None = None) -> bool:
         """Removes a program, and its graph if no other program has it; returns False if there is no such program."""
-        with self._database.write() as connection:
-            self._database.lock(connection)
+
+        def remove(connection: Connection) -> bool:
             is_meant = (programs.c.tenant == tenant) & (programs.c.id == program_id)
             found = connection.execute(select(programs.c.graph_digest, PROGRAM_BYTES).where(is_meant)).one_or_none()
             if found is None:
@@ -325,7 +327,9 @@ class Store:
             graph = connection.execute(select(func.length(blobs.c.content)).where(is_unused)).scalar_one_or_none()
             connection.execute(delete(blobs).where(is_unused))
             change_usage(connection, tenant, Usage(0, -1, -int(freed) - (graph or 0), 0, 1), quotas)
-        return True
+            return True
+
+        return self._database.delete(remove)
 
 
 def _delete_rule(connection: Connection, name: str, tenant: str) -> int | None:

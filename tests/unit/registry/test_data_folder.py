@@ -17,7 +17,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.registry.backup import RegistryPlace, backup, check, create_empty_registry, restore
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.data_folder import MARKER, StoreError
+from gradrule_server.registry.data_folder import MARKER, RESERVE, StoreError
 from gradrule_server.registry.store import RuleRow, Store
 from tests.unit.registry.version_1 import DEFINITION
 
@@ -212,3 +212,45 @@ def test_full_disk_refuses_changes_and_loses_nothing(tmp_path: Path) -> None:
         store.remove_rule("R00")
         store.close()
         assert names(disk)[:59] == names_before[1:]
+
+
+def test_deleting_works_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "12m") as disk:
+        store = Store(disk)
+        for number in range(60):
+            store.add_rule(rule(f"R{number:02}", 8000))
+        fill(disk)
+
+        def add_more() -> None:
+            for number in range(1000):
+                store.add_rule(rule(f"S{number:03}", 8000))
+
+        with pytest.raises(GradruleError, match=r"disk .* is full"):
+            add_more()
+        fill(disk)
+        for number in range(60):
+            store.remove_rule(f"R{number:02}")
+        store.close()
+        # Nor does it refuse a start.
+        fill(disk)
+        store = Store(disk)
+        assert not [row for row in store.rules() if row.name.startswith("R")]
+        store.close()
+
+
+def test_start_after_a_kill_works_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from gradrule_server.registry.store import *\n"
+        "store = Store(Path(sys.argv[1])); os._exit(0)"
+    )
+    with small_disk(tmp_path / "disk", "6m") as disk:
+        subprocess.run([sys.executable, "-c", code, str(disk)], check=True)
+        for name in ("gradrule.db-shm", "gradrule.lock"):
+            (disk / name).unlink()
+        fill(disk)
+        store = Store(disk)
+        store.close()
+        assert "was used to open it" in caplog.text
+        (disk / "ballast").unlink()
+        Store(disk).close()
+        assert (disk / RESERVE).stat().st_size == 4 << 20
