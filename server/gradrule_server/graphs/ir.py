@@ -154,20 +154,15 @@ def prune(body: Body, roots: Iterable[int]) -> dict[int, int]:
     return moved
 
 
-def bodies_of(top: Body, seen: set[int] | None = None) -> Iterator[Body]:
-    """Yields the body and all functions that it uses.
-
-    Skips bodies whose id() is in `seen`, and adds the yielded bodies to `seen`.
-    """
-    pending = [top]
+def bodies_of(top: Body) -> Iterator[Body]:
+    """Yields the body and all functions that it uses, each once."""
+    pending, seen = [top], set[int]()
     while pending:
         body = pending.pop()
-        if seen is not None:
-            if id(body) in seen:
-                continue
+        if id(body) not in seen:
             seen.add(id(body))
-        yield body
-        pending += [inner for node in body.nodes for _, bodies in node.functions for inner in bodies]
+            yield body
+            pending += [inner for node in body.nodes for _, bodies in node.functions for inner in bodies]
 
 
 def nodes_of(top: Body) -> Iterator[tuple[Body, Node]]:

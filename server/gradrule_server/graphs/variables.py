@@ -207,8 +207,7 @@ class VariableTable:
     def _hoist(self, top: Body) -> None:
         """Adds top-level nodes, under the shared name, for variables that only functions create."""
         taken = {node.name for node in top.nodes}
-        seen: set[int] = set()
-        for body in bodies_of(top, seen):
+        for body in bodies_of(top):
             for node in body.nodes if body.name else ():
                 if node.op not in VARIABLE_OPS or node.outputs is None:
                     continue

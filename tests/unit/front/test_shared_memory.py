@@ -25,6 +25,7 @@ from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.quotas import Quota
 from tests.processes import count_descriptors
+from tests.waiting import wait_for_condition
 
 _MEBIBYTE = 1 << 20
 
@@ -344,7 +345,7 @@ def test_connections_end_while_no_thread_can_start(
             with connected(memories) as connection, no_threads(monkeypatch):
                 # The thread that waits for a connection started before.
                 assert await asyncio.wait_for(loop.sock_recv(connection, 1), 60) == b""
-            assert "can't start new thread" in caplog.text
+            await wait_for_condition(lambda: "can't start new thread" in caplog.text)
             later, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             assert answer[:1] == b"\0"
             later.close()

@@ -8,7 +8,7 @@ from gradrule.v1.errors_pb2 import ErrorReason
 from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.errors import GradruleError
-from gradrule_server.graphs import Limits
+from gradrule_server.graphs import Limits, ReadGraph
 from tests.unit.graphs.helpers import FLOAT, call, expand, findings_of, function, graph, node, only_finding, placeholder
 from tests.unit.graphs.test_embedded_rules import brings, custom_gradient, expanded
 
@@ -29,6 +29,18 @@ def calling(names: list[str], elements: int = 1, nodes: int = 1) -> Graph:
     for name in names:
         calls.append(call(name, "f", calls[-1].name))
     return graph(*calls, functions=[function("f", ["a"], {"r": f"n{nodes - 1}:y:0"}, inside)])
+
+
+def test_a_function_counts_once_for_the_size_in_memory() -> None:
+    """Its calls, each twice as many as those of the function before, would take years to count."""
+    functions = [function("f0", ["a"], {"r": "n:y:0"}, [node("n", "Neg", "a", T=FLOAT)])]
+    for level in range(1, 60):
+        body = [call("b", f"f{level - 1}", "a"), call("c", f"f{level - 1}", "b:o:0")]
+        functions.append(function(f"f{level}", ["a"], {"r": "c:o:0"}, body))
+    read = ReadGraph(graph(placeholder(), call("y", "f59", "x"), functions=functions))
+    encoded = read.size
+    read.check(Limits())
+    assert encoded < read.size < encoded + (1 << 20)
 
 
 def test_the_length_of_names_is_limited() -> None:
