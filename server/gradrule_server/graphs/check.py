@@ -13,7 +13,7 @@ from itertools import chain
 from gradrule.common import op_definitions
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.graph_pb2 import Node as NodeMessage
-from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.errors import Findings, Reason, quote
 from gradrule_server.graphs.ir import (
     GRADIENT_ATTR,
     OUTPUTS_ATTR,

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gradrule.v1.tensor_pb2 import Dt, TensorSpec
-from gradrule_server.errors import error
-from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import CONTAINERS, PLACEHOLDERS, Body, Ref, parse_tensor_name, short_tensor_name
-from gradrule_server.graphs.resolution_context import Match
-from gradrule_server.graphs.selectors import OverrideSpec
+from gradrule_server.errors import Findings, Reason, error, quote
+from gradrule_server.graphs.copying import Copy
+from gradrule_server.graphs.ir import (
+    CONTAINERS,
+    PLACEHOLDERS,
+    Body,
+    Ref,
+    bodies_of,
+    parse_tensor_name,
+    short_tensor_name,
+)
+from gradrule_server.graphs.resolution_context import Match, Tensor
+from gradrule_server.graphs.selectors import OverrideSpec, names_branch, without_branches
 from gradrule_server.link.v1 import link_pb2
 
 
@@ -212,3 +221,77 @@ def find_selected(overrides: Iterable[OverrideSpec], names: TensorNames) -> dict
     }
     found = ((text, names.look_up(text)) for text in texts)
     return {text: ref for text, ref in found if ref is not None}
+
+
+class CopiedTensors:
+    """Looks up tensors of the copied graph, also those in calls, loops and branches.
+
+    Args:
+        copy: The copied graph.
+        selected: The tensors of the uploaded graph's top level that selectors name, by the name in the selector.
+        findings: Receives UNKNOWN_TENSOR.
+    """
+
+    def __init__(self, copy: Copy, selected: Mapping[str, Ref], findings: Findings) -> None:
+        self._copy = copy
+        self._selected = selected
+        self._findings = findings
+        # By public name and the positions of the parts with a branch, by the name with these branches.
+        self._by_branches: dict[tuple[str, tuple[int, ...]], dict[str, list[_Place]]] = {}
+
+    def find(self, text: str, field: str) -> Sequence[Tensor]:
+        """Returns the tensors that have a name; adds UNKNOWN_TENSOR about the request field if there are none."""
+        found = self.look_up(text)
+        if not found:
+            name, _ = parse_tensor_name(text) or ("", 0)
+            known: Iterable[str] = self._places
+            if names_branch(name):
+                known = [place.qualified_name for places in self._places.values() for place in places]
+            message = f"There is no tensor {quote(text)}.{self._findings.suggest_similar(name, known)}"
+            self._findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
+        return found
+
+    def look_up(self, text: str) -> Sequence[Tensor]:
+        """Returns the tensors that have a name: several, if nodes of two branches share it."""
+        if text in self._selected:
+            return [(self._copy.body, self._copy.tensors[self._selected[text]])]
+        name, output = parse_tensor_name(text) or ("", 0)
+        found: Sequence[_Place] = self._places.get(name, ())
+        if not found and names_branch(name):
+            found = self._in_branches(name)
+        return [
+            (place.body, (place.index, output))
+            for place in found
+            if output < len(place.body.nodes[place.index].outputs or ())
+        ]
+
+    def _in_branches(self, name: str) -> Sequence[_Place]:
+        """Returns the nodes of a name with branches. Many names differ in their branches only: indexes all at once."""
+        public = without_branches(name)
+        named = tuple(position for position, part in enumerate(name.split("/")) if names_branch(part))
+        if (public, named) not in self._by_branches:
+            places = self._by_branches[public, named] = {}
+            for place in self._places.get(public, ()):
+                places.setdefault(without_branches(place.qualified_name, named), []).append(place)
+        return self._by_branches[public, named].get(name, ())
+
+    @cached_property
+    def _places(self) -> Mapping[str, list[_Place]]:
+        """The nodes, and the arguments of loops and branches, by public name."""
+        copy = self._copy
+        found: dict[str, list[_Place]] = {}
+        for body in bodies_of(copy.body):
+            for index, arg in enumerate(body.nodes[: body.arg_count]):
+                place = _Place(body, index, f"{copy.qualified_scopes[body.name]}/{arg.name}")
+                found.setdefault(f"{copy.scopes[body.name]}/{arg.name}", []).append(place)
+        for one in copy.candidates:
+            if one.call is None:
+                found.setdefault(one.name, []).append(_Place(one.body, one.index, one.qualified_name))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    body: Body
+    index: int
+    qualified_name: str

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape, TensorSpec
+from gradrule_server.errors import Finding, Findings, GradruleError, Reason
 from gradrule_server.graphs.check import check, check_runnable
-from gradrule_server.graphs.constant_sums import softmax_before
 from gradrule_server.graphs.contents import Contents, constant_digest, restore_values
-from gradrule_server.graphs.copying import UNKNOWN_SHAPE, copy_graph
-from gradrule_server.graphs.embedded_rules import expand_embedded_rules, write_embedded_rules
+from gradrule_server.graphs.copying import UNKNOWN_SHAPE, copy_function, copy_graph
 from gradrule_server.graphs.expand_request import (
+    CopiedTensors,
     Expanded,
     ExpandRequest,
     TensorNames,
@@ -27,8 +28,8 @@ from gradrule_server.graphs.expand_request import (
     find_requested,
     find_selected,
 )
-from gradrule_server.graphs.findings import Finding, Findings, GradruleError, Reason, quote
 from gradrule_server.graphs.ir import (
+    ARG,
     DIFFERENTIABLE,
     PLACEHOLDER_WITH_DEFAULT,
     PLACEHOLDERS,
@@ -37,23 +38,26 @@ from gradrule_server.graphs.ir import (
     Node,
     Ref,
     bodies_of,
-    parse_tensor_name,
     prune,
 )
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.node_gradients import NodeGradients
-from gradrule_server.graphs.resolution_context import RequestTensors, ResolutionContext
+from gradrule_server.graphs.resolution_context import RequestTensors, ResolutionContext, Resolved
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.rewrites import check_rewrites, rewrite
-from gradrule_server.graphs.selectors import compile_selectors, names_branch, without_branches
+from gradrule_server.graphs.selectors import compile_selectors
 from gradrule_server.graphs.variable_lowering import lower_variables
-from gradrule_server.graphs.variables import VARIABLE_OPS, Variable, VariableTable, fed_in_place
-from gradrule_server.graphs.write import mark_nodes, tensor_name, write_graph
+from gradrule_server.graphs.variables import VARIABLE_OPS, Variable, VariableTable
+from gradrule_server.graphs.write import mark_nodes, tensor_name, write_embedded_rules, write_graph
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import ops_with
 
 _DRAWS_RANDOM = ops_with("draws_random")
 _INPUT = "Placeholder"
+# Ops of one data input that keep the sum of all elements, or divide it by a constant.
+_KEEPS_SUM = frozenset(
+    {"Cast", "EnsureShape", "ExpandDims", "Identity", "Mean", "Reshape", "Squeeze", "Sum", "Transpose"}
+)
 # Measured: bytes of a node of a checked graph (574, without attributes of its own), and of a message for each encoded
 # byte (2.7).
 _NODE_BYTES = 1024
@@ -102,13 +106,26 @@ class _CheckedGraph(NamedTuple):
     variables: VariableTable
     findings: tuple[Finding, ...]
 
+    def placeholders(self, given: Container[Variable | None]) -> list[str]:
+        """Returns the names of the placeholders and variables that calls may feed without a new program.
 
-def placeholders(graph: Graph, variables: Iterable[str] = ()) -> frozenset[str]:
-    """Returns the names of top-level placeholders and variables that a call may feed without a new program.
+        A variable that has an initialiser must have a value, because feeding another one removes the initialiser.
+        """
+        return [
+            *(node.name for node in self.top.nodes if node.op in PLACEHOLDERS),
+            *(name for name, item in self.variables.names.items() if item in given or not item.initialiser),
+        ]
+
+
+def placeholders(graph: ReadGraph, variables: Iterable[str], limits: Limits) -> frozenset[str]:
+    """Returns the names of placeholders and variables that a call may feed without a new program.
 
     `variables`: names of the variables that have values.
     """
-    return frozenset(node.name for node in graph.node if node.op in PLACEHOLDERS) | fed_in_place(graph, variables)
+    with _paused_collection():
+        checked = graph.check(limits)
+        given = {checked.variables.names.get(name.removesuffix(":0")) for name in variables}
+        return frozenset(checked.placeholders(given))
 
 
 def expand(graph: Graph | ReadGraph, request: ExpandRequest, limits: Limits | None = None) -> Expanded:
@@ -165,7 +182,8 @@ class _Expansion:
 
     def _check_graph(self) -> None:
         """Checks the graph, infers types, and finds its functions and variables."""
-        self._top, self._library, self._variables, findings = self._source.check(self._limits)
+        self._checked = self._source.check(self._limits)
+        self._top, self._library, self._variables, findings = self._checked
         self._findings.all += findings
 
     def _find_tensors(self) -> None:
@@ -263,53 +281,14 @@ class _Expansion:
 
     def _resolution_context(self) -> ResolutionContext:
         """Returns the context for selectors: the copy, the request's tensors, and a look-up of tensors by name."""
-        # The closures must not refer to `self`, which refers to them: reference counting frees all of it.
-        copy, selected, requested, findings = self._copy, self._selected, self._requested, self._findings
-        inner: dict[str, list[tuple[Body, int, str]]] = {}
-        # By public name and the positions of the parts with a branch, by the name with these branches.
-        by_branches: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[Body, int, str]]]] = {}
-
-        def look_up(text: str) -> Sequence[tuple[Body, Ref]]:
-            if text in selected:
-                return [(copy.body, copy.tensors[selected[text]])]
-            if not inner:
-                for body in bodies_of(copy.body):
-                    for index, arg in enumerate(body.nodes[: body.arg_count]):
-                        place = body, index, f"{copy.qualified_scopes[body.name]}/{arg.name}"
-                        inner.setdefault(f"{copy.scopes[body.name]}/{arg.name}", []).append(place)
-                for one in copy.candidates:
-                    if one.call is None:
-                        inner.setdefault(one.name, []).append((one.body, one.index, one.qualified_name))
-            name, output = parse_tensor_name(text) or ("", 0)
-            found: Sequence[tuple[Body, int, str]] = inner.get(name, ())
-            if not found and names_branch(name):
-                # Many names differ in their branches only: index the nodes once for all of them.
-                public = without_branches(name)
-                named = tuple(position for position, part in enumerate(name.split("/")) if names_branch(part))
-                if (public, named) not in by_branches:
-                    places = by_branches[public, named] = {}
-                    for known in inner.get(public, ()):
-                        places.setdefault(without_branches(known[2], named), []).append(known)
-                found = by_branches[public, named].get(name, ())
-            return [
-                (body, (index, output)) for body, index, _ in found if output < len(body.nodes[index].outputs or ())
-            ]
-
-        def find(text: str, field: str) -> Sequence[tuple[Body, Ref]]:
-            found = look_up(text)
-            if not found:
-                name, _ = parse_tensor_name(text) or ("", 0)
-                known = [one[2] for places in inner.values() for one in places] if names_branch(name) else inner
-                message = f"There is no tensor {quote(text)}.{findings.suggest_similar(name, known)}"
-                findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
-            return found
+        copy, request = self._copy, self._request
+        named = CopiedTensors(copy, self._selected, self._findings)
 
         def copied(texts: Iterable[str]) -> frozenset[Ref]:
-            return frozenset(copy.tensors[requested[text]] for text in texts)
+            return frozenset(copy.tensors[self._requested[text]] for text in texts)
 
-        request = self._request
         tensors = RequestTensors(copied(request.xs), copied(request.ys), copied(request.stop_gradients))
-        return ResolutionContext(copy.body, copy.candidates, copy.scopes, tensors, look_up, find)
+        return ResolutionContext(copy.body, copy.candidates, copy.scopes, tensors, named.look_up, named.find)
 
     def _prune(self) -> None:
         """Removes nodes that no result needs, and keeps the new positions of the remaining tensors."""
@@ -320,7 +299,7 @@ class _Expansion:
 
     def _expand_embedded_rules(self) -> None:
         """Expands the embedded rules and checks that all remaining nodes may run; raises all findings."""
-        self._rules = expand_embedded_rules(self._node_gradients, self._request.namespace)
+        self._rules = _expand_embedded_rules(self._node_gradients, self._request.namespace)
         self._bodies = [self._copy.body, *self._rules.bodies.values()]
         check_runnable(self._bodies, {**self._copy.scopes, **self._rules.scopes}, self._limits, self._findings)
         self._findings.raise_if_any()
@@ -334,7 +313,7 @@ class _Expansion:
         """Returns the softmax of each y whose elements have a constant sum, by y."""
         refs = {name: self._moved[ref] for name, ref in self._requested.items() if ref in self._moved}
         xs = {refs[name] for name in self._request.xs if name in refs}
-        found = {name: softmax_before(body, refs[name], xs) for name in self._request.ys if name in refs}
+        found = {name: _softmax_before(body, refs[name], xs) for name in self._request.ys if name in refs}
         return {name: node.name for name, node in found.items() if node is not None}
 
     def _write(self) -> Expanded:
@@ -364,14 +343,7 @@ class _Expansion:
             constants=constants,
             tensor_names={name: tensor_name(body, moved[ref]) for name, ref in self._requested.items() if ref in moved},
             dtypes=self._dtypes,
-            placeholders=[
-                *(node.name for node in self._top.nodes if node.op in PLACEHOLDERS),
-                *(
-                    name
-                    for name, item in self._variables.names.items()
-                    if item in given.values() or not item.initialiser
-                ),
-            ],
+            placeholders=self._checked.placeholders(set(given.values())),
             variables={name: _variable_spec(item, optional=True) for name, item in given.items()},
             updates={
                 variable.name: tensor_name(body, moved[ref])
@@ -415,6 +387,68 @@ class _Expansion:
     def _result_names(self) -> list[str]:
         request = self._request
         return [*request.fetches, *request.ys, *request.xs, *request.grad_y_tensors]
+
+
+@dataclass(slots=True, eq=False)
+class _EmbeddedRules:
+    """Expanded gradients by name, the matches of their nodes by id(), and public scopes by function name."""
+
+    bodies: dict[str, Body] = field(default_factory=dict)
+    resolved: dict[int, Resolved] = field(default_factory=dict)
+    scopes: dict[str, str] = field(default_factory=dict)
+
+
+def _expand_embedded_rules(node_gradients: NodeGradients, namespace: str) -> _EmbeddedRules:
+    """Expands every embedded gradient that a node requests, including requests by nodes of such gradients.
+
+    Overrides do not apply inside, because they select nodes of the uploaded graph only.
+    """
+    rules = _EmbeddedRules()
+    # The list grows while it is iterated: embedded gradients request others.
+    for name in node_gradients.requested:
+        resolver = Resolver((), node_gradients, node_gradients.differentiates, node_gradients.findings)
+        copy = copy_function(node_gradients.gradients[name], name, resolver, f"{namespace}_r{len(rules.bodies)}")
+        rules.bodies[name] = copy.body
+        rules.scopes.update(copy.scopes)
+        context = ResolutionContext(copy.body, copy.candidates, copy.scopes)
+        resolver.resolve(context)
+        context.insert_custom_gradient_nodes(copy.unique)
+        rules.resolved.update(context.resolved)
+    # Prune last: nodes are keyed by id(), and ids of freed nodes are reused.
+    for body in rules.bodies.values():
+        _prune_function(body)
+    return rules
+
+
+def _prune_function(body: Body) -> None:
+    """Removes nodes that no result needs, including unused arguments."""
+    roots = [*(ref[0] for ref in body.results), *(position for _, position in body.control_results)]
+    moved = prune(body, roots)
+    body.results = [(moved[position], output) for position, output in body.results]
+    body.control_results = [(name, moved[position]) for name, position in body.control_results]
+    body.arg_count = sum(node.op == ARG for node in body.nodes)
+
+
+def _softmax_before(body: Body, tensor: Ref, xs: Collection[Ref]) -> Node | None:
+    """Returns the softmax whose elements the tensor has, possibly added up; None if there is none.
+
+    Args:
+        body: An expanded body.
+        tensor: The tensor.
+        xs: Tensors with respect to which the tensor is differentiated; behind one of these the sum is not constant.
+
+    Overridden nodes are not passed: their gradients are those of their rules.
+    """
+    while tensor not in xs:
+        node = body.nodes[tensor[0]]
+        if node.mark is not None:
+            return None
+        if node.op == "Softmax":
+            return node
+        if node.op not in _KEEPS_SUM:
+            return None
+        tensor = node.inputs[0]
+    return None
 
 
 def _inputs(

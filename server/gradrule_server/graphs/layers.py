@@ -21,11 +21,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref, read_custom_gradient
+from gradrule_server.graphs.ir import (
+    ARG,
+    DIFFERENTIABLE,
+    Body,
+    Node,
+    Ref,
+    is_per_axis,
+    output_channels,
+    read_custom_gradient,
+    static_shape,
+)
 from gradrule_server.graphs.paths import consumers_of
 from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
-from gradrule_server.graphs.static_shapes import is_per_axis, output_channels, static_shape
 from gradrule_server.graphs.subgraphs import Subgraph
 from gradrule_server.policy.op_tables import input_numbers, ops_with
 

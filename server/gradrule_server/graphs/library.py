@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from gradrule.common import op_definitions
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule_server.graphs.findings import Findings, Reason, quote, similar_name_hint
+from gradrule_server.errors import Findings, Reason, quote, similar_name_hint
 from gradrule_server.graphs.ir import Body, Limits
 from gradrule_server.graphs.read import Draft, Substitute, add_arg, add_result, read_function_body
 

@@ -15,8 +15,7 @@ import re2
 
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule_server.errors import did_you_mean
-from gradrule_server.graphs.findings import Finding, Findings, Reason, quote, similar_name_hint
+from gradrule_server.errors import Finding, Findings, Reason, did_you_mean, quote, similar_name_hint
 from gradrule_server.graphs.ir import ADDED_ATTR, Node
 from gradrule_server.graphs.selectors import ANY_TEXT, OverrideMatcher, compile_regex, op_types_of, re2_options
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule_server.errors import GradruleError
-from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.errors import Findings, GradruleError, Reason, quote
 from gradrule_server.graphs.ir import (
     GRADIENT_ATTR,
     OPTIONAL_ATTR,

@@ -17,7 +17,7 @@ from gradrule.common import op_inference
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server import errors
-from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.errors import Findings, Reason, quote
 from gradrule_server.graphs.ir import (
     ADDED_ATTR,
     ARG,

@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from gradrule_server.errors import quote
 from gradrule_server.graphs import paths
-from gradrule_server.graphs.findings import quote
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, CustomGradientNode, Node, Ref, bodies_of, short_tensor_name
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
 from gradrule_server.graphs.subgraphs import (

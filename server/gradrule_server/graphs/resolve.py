@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gradrule_server.graphs.findings import MAX_FINDINGS, Finding, Findings, Reason, quote
+from gradrule_server.errors import MAX_FINDINGS, Finding, Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
 from gradrule_server.graphs.layers import applies_parameters
 from gradrule_server.graphs.matching import NodeInfo, SelectorIndex, UnmatchedOverrides

@@ -9,13 +9,20 @@ from dataclasses import dataclass
 from gradrule.common.op_inference import type_attr
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt
-from gradrule_server.errors import did_you_mean
+from gradrule_server.errors import Findings, Reason, did_you_mean, quote
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.copying import Copy
-from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import Body, Node, Ref, bodies_of, constant_attrs
+from gradrule_server.graphs.ir import (
+    TRANSPOSED,
+    Body,
+    Node,
+    Ref,
+    bodies_of,
+    constant_attrs,
+    output_channels,
+    static_shape,
+)
 from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
-from gradrule_server.graphs.static_shapes import TRANSPOSED, output_channels, static_shape
 from gradrule_server.policy.op_tables import ops_with
 
 FOLD_BATCH_NORM = "fold_batch_norm"

@@ -17,8 +17,7 @@ from gradrule_server.graphs import paths
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref
 from gradrule_server.graphs.layers import Layers
 from gradrule_server.graphs.matching import SelectorIndex
-from gradrule_server.graphs.paths import columns, consumers_of
-from gradrule_server.graphs.ranking import Counts, Ranking
+from gradrule_server.graphs.paths import Counts, Flags, Ranking, columns, consumers_of
 from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selectors import (
     BIAS,
@@ -31,7 +30,6 @@ from gradrule_server.graphs.selectors import (
 )
 from gradrule_server.graphs.subgraphs import Changes, Subgraph
 
-Flags = NDArray[np.bool_]
 Numbers = NDArray[np.intp]
 
 # Number of node sets that are ranked in one walk; each set needs four bytes for each node.

@@ -10,8 +10,7 @@ import re2
 
 from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2
-from gradrule_server.errors import did_you_mean
-from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.errors import Findings, Reason, did_you_mean, quote
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref
 from gradrule_server.graphs.library import Library
 from gradrule_server.policy.op_tables import TRAITS, ops_with

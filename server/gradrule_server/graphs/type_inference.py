@@ -9,7 +9,7 @@ from gradrule.common.dtypes import REF_OFFSET, dtype_name, without_ref
 from gradrule.common.op_definitions import OpDef
 from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
-from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.errors import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, CALLS, CONTAINERS, LOOPS, PLACEHOLDERS, Body, Limits, Node, Ref
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.read import Draft, Source

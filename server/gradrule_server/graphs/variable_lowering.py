@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
+from gradrule_server.errors import Findings, Reason
 from gradrule_server.graphs.check import find_cycles
 from gradrule_server.graphs.copying import Copy
-from gradrule_server.graphs.findings import Findings, Reason
 from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, replaced
 from gradrule_server.graphs.variable_nodes import Lowering
 from gradrule_server.graphs.variables import (

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from gradrule.common.dtypes import as_dt, dtype_name
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt, Tensor
+from gradrule_server.errors import Findings, Reason, quote
 from gradrule_server.graphs.copying import Copy
-from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, constant_attrs
 from gradrule_server.graphs.selectors import CandidateNode
 from gradrule_server.graphs.variables import IS_INITIALIZED_OPS, RANDOM_STATE_OPS, READS, WRITES, Variable

@@ -6,13 +6,13 @@ The first input of each op that reads or writes a variable is the variable (a re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule.common.dtypes import REF_OFFSET, as_dt
-from gradrule.v1.graph_pb2 import AttrValue, Graph
+from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
-from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.errors import Findings, Reason, quote
 from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, bodies_of, parse_tensor_name, short_tensor_name
 
 # Ops whose output is a handle of or a reference to a variable.
@@ -219,24 +219,6 @@ class VariableTable:
                     top.nodes.append(Node(key[1], node.op, [], [], node.attrs, node.outputs))
                     top.order.append(len(top.nodes) - 1)
                     self._add(top.nodes[-1])
-
-
-def fed_in_place(graph: Graph, given: Iterable[str]) -> set[str]:
-    """Returns the names of the variables that a call may feed without a new program.
-
-    Feeding a variable that has an initialiser and no given value removes the initialiser, which makes a new program.
-    """
-    names = set()
-    with_value = set(given)
-    nodes = {node.name for node in graph.node}
-    for node in graph.node:
-        if node.op in VARIABLE_OPS:
-            # Test for the key first: reading a missing key adds it to a protobuf map.
-            shared = node.attr["shared_name"].s.decode(errors="replace") if "shared_name" in node.attr else ""
-            own = {node.name, shared} - {""}
-            if own & with_value or f"{node.name}/{INITIALISER}" not in nodes:
-                names |= own
-    return names
 
 
 def _key(node: Node) -> Key | None:

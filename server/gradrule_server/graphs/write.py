@@ -1,4 +1,4 @@
-"""Numbers the nodes that have rules and serializes the expanded graph for the engine.
+"""Numbers the nodes that have rules and serializes the expanded graph and embedded rules for the engine.
 
 The `Graph` message is wire-compatible with GraphDef.
 """
@@ -13,11 +13,13 @@ from gradrule.common.dtypes import as_dt
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+from gradrule_server.errors import Reason, error
 from gradrule_server.graphs.ir import (
     ARG,
     GRADIENT_ATTR,
     LOOPS,
     Body,
+    Limits,
     Node,
     Ref,
     bodies_of,
@@ -31,6 +33,8 @@ from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM
 
 GRADIENT_NAME = b"gradrule"
 MARK_ATTR = "_gradrule_mark"
+# Keeps names of inner nodes of a rule distinct from the rule's variables and results.
+_INSIDE = "inside/"
 
 
 def write_graph(top: Body, rules: Iterable[Body], versions: Versions) -> bytes:
@@ -197,3 +201,59 @@ def mark_nodes(
                     )
         node.mark = numbers[id(found[0])]
     return marks
+
+
+def write_embedded_rules(
+    bodies: Mapping[str, Body], labels: Mapping[tuple[str, str], int], versions: Versions, limits: Limits
+) -> dict[int, bytes]:
+    """Returns the serialized graphs of the embedded rules by index; indices of one gradient share the bytes object.
+
+    Raises LIMIT_EXCEEDED for too many nodes or bytes: the engine receives one copy per label.
+    """
+    nodes = sum(len(bodies[name].nodes) for name, _ in labels)
+    if nodes > limits.inlined_nodes:
+        raise error(
+            Reason.ERROR_REASON_LIMIT_EXCEEDED,
+            f"embedded gradients of the graph have {nodes} nodes, once for each region that they belong to; "
+            f"{limits.inlined_nodes} is the most (--max-inlined-nodes)",
+        )
+    written = {name: _write_rule(body, versions) for name, body in bodies.items()}
+    added = sum(len(written[name]) for name, _ in labels) - sum(map(len, written.values()))
+    if added > limits.inlined_bytes:
+        raise error(
+            Reason.ERROR_REASON_LIMIT_EXCEEDED,
+            f"embedded gradients of the graph belong to so many regions that they take {added} bytes more; "
+            f"{limits.inlined_bytes} is the most (--max-inlined-bytes)",
+        )
+    return {index: written[name] for (name, _), index in labels.items()}
+
+
+def _write_rule(body: Body, versions: Versions) -> bytes:
+    """Returns a rule's serialized graph: arguments are placeholders `x`, `y`, `dy`, …, results are nodes `dx`, ….
+
+    Functions of loops and branches are not included; they are written with the graph.
+    """
+    graph = Graph(versions=written_versions(versions))
+    unknown = AttrValue(shape=TensorShape(unknown_rank=True))
+    for node in body.nodes:
+        message = graph.node.add()
+        if node.op == ARG:
+            message.name, message.op = node.name, "Placeholder"
+            message.attr["dtype"].type = as_dt((node.outputs or (0,))[0])
+            message.attr["shape"].CopyFrom(unknown)
+            continue
+        write_node(node, message)
+        message.name = f"{_INSIDE}{node.name}"
+        message.input.extend(f"{_name(body, ref[0])}:{ref[1]}" for ref in node.inputs)
+        message.input.extend(f"^{_name(body, control)}" for control in node.controls)
+    for name, dtype, ref in zip(body.result_names, body.result_types, body.results, strict=True):
+        message = graph.node.add(name=name, op="Identity", input=[f"{_name(body, ref[0])}:{ref[1]}"])
+        message.attr["T"].type = as_dt(dtype)
+        # Control outputs of the function run before its results are used.
+        message.input.extend(f"^{_name(body, control)}" for _, control in body.control_results)
+    return graph.SerializeToString(deterministic=True)
+
+
+def _name(body: Body, index: int) -> str:
+    node = body.nodes[index]
+    return node.name if node.op == ARG else f"{_INSIDE}{node.name}"

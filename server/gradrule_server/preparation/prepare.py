@@ -122,7 +122,7 @@ def _read_program(
     """Reads the derivative and the overrides, and looks up the rules in the overrides."""
     graph = loaded.graph.graph
     # Remove fed placeholders from the key, because feeding a placeholder does not change the program.
-    call = replace(call, feeds=call.feeds - graphs.placeholders(graph, _variable_names(spec)))
+    call = replace(call, feeds=call.feeds - graphs.placeholders(loaded.graph, _variable_names(spec), limits))
     derivative, findings = read_derivative_spec(spec, call)
     lookup.fetch([*rule_names(spec.overrides), *_named_gradients(graph)])
     table = read_overrides(spec.overrides, lookup, limits)

@@ -123,35 +123,26 @@ class SnapshotRuleLookup:
 
     def __init__(self, snapshot: bytes) -> None:
         self._rules = {
-            rule.aliases[0]: ResolvedRule(
-                rule.name,
-                None
-                if rule.kind == rule_pb2.RULE_KIND_OP
-                else RuleContent.from_stored(rule.name.removeprefix(BUILTIN_PREFIX), rule.definition),
-            )
-            for rule in rule_pb2.ListRulesResponse.FromString(snapshot).rules
+            rule.aliases[0]: read_rule(rule) for rule in rule_pb2.ListRulesResponse.FromString(snapshot).rules
         }
 
     def fetch(self, names: Iterable[str]) -> None:
         """Does nothing, because the snapshot holds all rules."""
 
     def resolve(self, name: str) -> ResolvedRule:
-        rule = self._rules.get(name)
-        if rule is None:
-            raise error(
-                errors_pb2.ERROR_REASON_UNKNOWN_RULE,
-                f"the program was compiled without a rule {name!r}",
-                resource=Resource("gradrule.v1.Rule", f"rules/{name}"),
-            )
-        return rule
+        if name not in self._rules:
+            message = f"the program was compiled without a rule {name!r}"
+            resource = Resource("gradrule.v1.Rule", f"rules/{name}")
+            raise error(errors_pb2.ERROR_REASON_UNKNOWN_RULE, message, resource=resource)
+        return self._rules[name]
 
 
 def read_rule(rule: rule_pb2.Rule) -> ResolvedRule:
-    """Reads a rule that the front end sent. Content of built-in rules comes from the catalogue."""
+    """Reads a rule of the front end or of a snapshot. The catalogue has the built-in rules without a definition."""
     if rule.kind == rule_pb2.RULE_KIND_OP:
         return ResolvedRule(rule.name, None)
     name = rule.name.removeprefix(BUILTIN_PREFIX)
-    if rule.kind == rule_pb2.RULE_KIND_BUILTIN:
+    if rule.kind == rule_pb2.RULE_KIND_BUILTIN and not rule.HasField("definition"):
         return ResolvedRule(rule.name, BUILTINS[name].content)
     return ResolvedRule(rule.name, RuleContent.from_stored(name, rule.definition))
 

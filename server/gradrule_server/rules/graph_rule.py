@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -279,32 +280,26 @@ def _complete_attrs(graph: graph_pb2.Graph) -> dict[str, tuple[int, ...]]:
 
 def _topological_order(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]) -> list[str]:
     """Returns the nodes that the roots need, each after its inputs. Raises DANGLING_INPUT and GRAPH_CYCLE."""
-    done: dict[str, None] = {}
-    open_nodes: set[str] = set()
-    pending = [(name, False) for name in roots]
+    inputs: dict[str, list[str]] = {}
+    pending = list(roots)
     while pending:
-        name, leaving = pending.pop()
-        if leaving:
-            open_nodes.discard(name)
-            done[name] = None
+        name = pending.pop()
+        if name in inputs:
             continue
-        if name in done:
-            continue
-        if name in open_nodes:
-            raise _refused(errors_pb2.ERROR_REASON_GRAPH_CYCLE, "this node of the rule's graph depends on itself", name)
-        open_nodes.add(name)
-        pending.append((name, True))
-        for source in nodes[name].input:
-            needed = source.removeprefix("^").partition(":")[0]
+        inputs[name] = [source.removeprefix("^").partition(":")[0] for source in nodes[name].input]
+        for source, needed in zip(nodes[name].input, inputs[name], strict=True):
             if needed not in nodes:
                 raise _refused(
                     errors_pb2.ERROR_REASON_DANGLING_INPUT,
                     f"input {quoted(source)} is not a node of the rule's graph.{did_you_mean(needed, nodes)}",
                     name,
                 )
-            if needed not in done:
-                pending.append((needed, False))
-    return list(done)
+        pending += inputs[name]
+    try:
+        return list(graphlib.TopologicalSorter(inputs).static_order())
+    except graphlib.CycleError as cause:
+        message = "this node of the rule's graph depends on itself"
+        raise _refused(errors_pb2.ERROR_REASON_GRAPH_CYCLE, message, cause.args[1][0]) from None
 
 
 def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
