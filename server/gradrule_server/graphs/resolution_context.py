@@ -136,8 +136,6 @@ class ResolutionContext:
         self.shortcuts: dict[int, tuple[Ref, ...]] = {}
         # Matches of nodes and of subgraphs, with candidate numbers.
         self._matches: list[tuple[int, Match]] = []
-        # The same matches of nodes and calls, with id() of the nodes that carry them.
-        self._matched_nodes: list[tuple[int, list[int], Match]] = []
         self.requested = requested or RequestTensors()
         self.look_up = look_up
         self._find = find
@@ -193,8 +191,8 @@ class ResolutionContext:
         candidate = self.candidates[number]
         if isinstance(what, Match):
             self._matches.append((number, what))
-            self._matched_nodes.append((number, [id(node) for node in candidate.marked_nodes()], what))
-        for node in candidate.marked_nodes():
+        for node in candidate.marked_nodes:
+            node.watched |= candidate.call is not None and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
             self.resolved.setdefault(id(node), []).append(what)
 
     def record_subgraph(self, number: int, match: Match, subgraph: Subgraph) -> None:
@@ -246,9 +244,9 @@ class ResolutionContext:
             depending = [depends(body, inputs) for body, inputs, _ in waiting]
             if not any(depending):
                 break
-        for number, nodes, match in self._matched_nodes:
+        for number, match in self._matches:
             candidate = self.candidates[number]
-            match.depends_on_xs = not reached.isdisjoint(nodes) or (
+            match.depends_on_xs = not reached.isdisjoint(map(id, candidate.marked_nodes)) or (
                 match.rule != OWN_GRADIENT and candidate.call is None and depends(candidate.body, candidate.node.inputs)
             )
         for subgraph, match in self.subgraphs:
@@ -267,6 +265,10 @@ class ResolutionContext:
         """Returns the candidate numbers of a subgraph's nodes."""
         numbers = (self.number(subgraph.body, member) for member in subgraph.members)
         return [number for number in numbers if number >= 0]
+
+    def named_region(self, name: str) -> Numbers:
+        """Returns the candidate numbers of the custom-gradient regions that have a name, one row for each."""
+        return np.array(self.custom_gradients.get(name, ()), np.intp)[:, np.newaxis]
 
     def number(self, body: Body, index: int) -> int:
         """Returns the candidate number of a node; -1 for nodes that expansion added."""

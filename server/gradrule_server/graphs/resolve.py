@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from gradrule_server.errors import MAX_FINDINGS, Finding, Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
 from gradrule_server.graphs.layers import applies_parameters
@@ -118,12 +116,13 @@ class Resolver:
         ]
 
     def _apply(self, matcher: OverrideMatcher, context: ResolutionContext, selected: Selection | None) -> None:
-        """Assigns the rule of an override to all unassigned candidates that the override selects."""
+        """Assigns the rule of an override to all unassigned candidates that the override selects.
+
+        `selected`: None for the custom-gradient regions that have the name in the selector.
+        """
         spec = matcher.spec
         context.check_depends_on(matcher)
-        if selected is None:
-            return
-        rows = selected.members(matcher)
+        rows = context.named_region(spec.selector.region_name) if selected is None else selected.members(matcher)
         free = context.unassigned(rows)
         has_rank = spec.selector.HasField("rank")
         if has_rank:
@@ -134,25 +133,25 @@ class Resolver:
             if any(candidate.label is not None for candidate in candidates):
                 continue
             number, candidate = members[-1], candidates[-1]
-            chain = selected.subgraph(matcher, members)
+            chain = None if selected is None else selected.subgraph(matcher, members)
             if chain is not None and not self._check_ranks(matcher, candidates):
                 continue
             matcher.match_count += 1
-            differentiable = context.is_differentiable(number, chain)
-            match = _match(spec, candidate, differentiable)
-            match.set_custom_gradient(
-                self.node_gradients.find_custom_gradient(candidate.node, candidate.name) if chain is None else None
-            )
+            match = _match(spec, candidate, context.is_differentiable(number, chain))
             if has_rank:
                 match.rank = spec.selector.rank
                 candidate.by_rank = spec.label
             else:
                 for member in members:
                     context.assign_with_functions(member, spec.label)
-            if chain is None:
-                self._record_node(number, match, context)
-            else:
+            if chain is not None:
                 self._record_chain(match, chain, members, context)
+                continue
+            custom_gradient = self.node_gradients.find_custom_gradient(candidate.node, candidate.name)
+            match.set_custom_gradient(custom_gradient)
+            if selected is None and custom_gradient is not None and _changes_flows(matcher):
+                context.flows[id(candidate.node)] = custom_gradient.results
+            self._record_node(number, match, context)
         if not matcher.match_count and len(rows):
             matcher.shadowed_by = context.count_assigned(rows)
 
@@ -206,30 +205,9 @@ class Resolver:
             found = context.regions([matcher.spec for matcher in together if not matcher.spec.selector.region_name])
             for matcher in together:
                 if matcher.spec.selector.region_name:
-                    self._apply_named_region(matcher, context)
+                    self._apply(matcher, context, None)
                 elif not self._apply_region(matcher, context, found.get(id(matcher.spec), ())):
                     matcher.faulty = True
-
-    def _apply_named_region(self, matcher: OverrideMatcher, context: ResolutionContext) -> None:
-        """Assigns the rule of an override to the custom-gradient regions that have the name in its selector."""
-        spec = matcher.spec
-        shadowed: list[int] = []
-        for number in context.custom_gradients.get(spec.selector.region_name, ()):
-            candidate = context.candidates[number]
-            if candidate.label is not None:
-                shadowed.append(number)
-                continue
-            matcher.match_count += 1
-            context.assign(number, spec.label)
-            differentiable = context.is_differentiable(number, None)
-            match = _match(spec, candidate, differentiable)
-            custom_gradient = self.node_gradients.find_custom_gradient(candidate.node, candidate.name)
-            match.set_custom_gradient(custom_gradient)
-            if match.rule == OWN_GRADIENT and custom_gradient is not None:
-                context.flows[id(candidate.node)] = custom_gradient.results
-            context.record(number, match)
-        if shadowed and not matcher.match_count:
-            matcher.shadowed_by = context.count_assigned(np.array(shadowed)[:, np.newaxis])
 
     def _apply_region(
         self, matcher: OverrideMatcher, context: ResolutionContext, found: Sequence[tuple[Subgraph, str]]
@@ -266,8 +244,7 @@ class Resolver:
             context.assign(number, spec.label)
         number = context.number(subgraph.body, subgraph.outputs[0][0])
         last = context.candidates[number if number >= 0 else members[-1]]
-        differentiable = context.is_differentiable(members[-1], subgraph)
-        match = _match(spec, last, differentiable)
+        match = _match(spec, last, context.is_differentiable(members[-1], subgraph))
         self._record_chain(match, subgraph, members, context)
         return True
 
@@ -300,8 +277,7 @@ class Resolver:
     def _apply_node_gradient(self, number: int, context: ResolutionContext) -> None:
         """Assigns to a candidate the rule that its node requests by attribute."""
         candidate = context.candidates[number]
-        differentiable = context.is_differentiable(number, None)
-        match = self.node_gradients.find_match(candidate, differentiable)
+        match = self.node_gradients.find_match(candidate, context.is_differentiable(number, None))
         if match is not None:
             context.assign_with_functions(number, match.label)
             self._record_node(number, match, context)

@@ -11,7 +11,7 @@ import re2
 from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import Findings, Reason, did_you_mean, quote
-from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref
+from gradrule_server.graphs.ir import Body, Node, Ref
 from gradrule_server.graphs.library import Library
 from gradrule_server.policy.op_tables import TRAITS, ops_with
 
@@ -165,13 +165,10 @@ class CandidateNode:
             yield call
             call = call.around
 
+    @property
     def marked_nodes(self) -> Sequence[Node]:
-        """Returns the nodes that carry a match of the candidate: the node, or those that pass a call's results on."""
-        if self.call is None:
-            return [self.node]
-        for result in self.call.results:
-            result.watched = any(dtype in DIFFERENTIABLE for dtype in result.outputs or ())
-        return self.call.results
+        """The nodes that carry a match of the candidate: the node, or those that pass a call's results on."""
+        return [self.node] if self.call is None else self.call.results
 
     @property
     def input_types(self) -> list[int]:
