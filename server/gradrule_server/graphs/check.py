@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from gradrule.common import op_definitions
-from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule.v1.graph_pb2 import Node as NodeMessage
+from gradrule.v1.graph_pb2 import Graph
 from gradrule_server.errors import Findings, Reason, quote
 from gradrule_server.graphs.ir import (
     GRADIENT_ATTR,
@@ -44,12 +43,13 @@ def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Libra
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
         findings.raise_if_any()
     library = Library(graph, limits, findings)
-    if _check_recursion(graph, library, findings):
-        findings.raise_if_any()
     top = read_top(graph, findings)
     _check_body(top, library, limits, findings)
+    bodies = [top.body]
     for draft in library.drafts():
         _check_body(draft, library, limits, findings)
+        bodies.append(draft.body)
+    _check_recursion(bodies, findings)
     check_size([top.body, *library.gradients.values()], limits, findings)
     return top.body, library
 
@@ -108,47 +108,22 @@ def _check_custom_gradients(draft: Draft, findings: Findings) -> None:
                 findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node.name)
 
 
-def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool:
-    """Adds GRAPH_CYCLE for functions that call themselves directly or indirectly; returns whether there are any."""
-    names = library.names()
-    if not names:
-        return False
-    numbers = {name: number for number, name in enumerate(names)}
-    edges: dict[int, list[int]] = {}
-    pending = sorted(_referenced_functions(graph.node, numbers) | {numbers[name] for name in library.rules()})
-    while pending:
-        number = pending.pop()
-        if number not in edges:
-            edges[number] = sorted(_referenced_functions(library.message(names[number]).node_def, numbers))
-            pending += edges[number]
+def _check_recursion(bodies: Sequence[Body], findings: Findings) -> None:
+    """Raises all findings, with a GRAPH_CYCLE for each cycle of functions that call each other, if there is a cycle."""
+    numbers = {id(body): number for number, body in enumerate(bodies)}
+    edges = {
+        number: [numbers[id(inner)] for node in body.nodes for _, used in node.functions for inner in used]
+        for number, body in enumerate(bodies)
+    }
     cycles = find_cycles(edges)
     for cycle in cycles:
-        chain = [names[number] for number in cycle]
+        names = [bodies[number].name for number in cycle]
         message = (
-            f"Functions call themselves: {chain_text(chain)}. Recursive functions are not supported; use a While loop."
+            f"Functions call themselves: {chain_text(names)}. Recursive functions are not supported; use a While loop."
         )
-        findings.add(Reason.ERROR_REASON_GRAPH_CYCLE, message, chain[0])
-    return bool(cycles)
-
-
-def _referenced_functions(nodes: Iterable[NodeMessage], numbers: dict[str, int]) -> set[int]:
-    found: set[int] = set()
-    for node in nodes:
-        if node.op in numbers:
-            found.add(numbers[node.op])
-        for value in node.attr.values():
-            _add_functions(value, numbers, found)
-    return found
-
-
-def _add_functions(value: AttrValue, numbers: dict[str, int], found: set[int]) -> None:
-    # Messages nest at most a hundred deep, so this recursion is bounded.
-    field = value.WhichOneof("value")
-    for function in [value.func] if field == "func" else value.list.func if field == "list" else ():
-        if function.name in numbers:
-            found.add(numbers[function.name])
-        for inner in function.attr.values():
-            _add_functions(inner, numbers, found)
+        findings.add(Reason.ERROR_REASON_GRAPH_CYCLE, message, names[0])
+    if cycles:
+        findings.raise_if_any()
 
 
 def sort_nodes(draft: Draft, findings: Findings) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,10 +57,6 @@ _INPUT = "Placeholder"
 _KEEPS_SUM = frozenset(
     {"Cast", "EnsureShape", "ExpandDims", "Identity", "Mean", "Reshape", "Squeeze", "Sum", "Transpose"}
 )
-# Measured: bytes of a node of a checked graph (574, without attributes of its own), and of a message for each encoded
-# byte (2.7).
-_NODE_BYTES = 1024
-_COPIES = 4
 
 
 class ReadGraph:
@@ -87,17 +82,6 @@ class ReadGraph:
             top, library = check(self.graph, limits, findings)
             self._checked = _CheckedGraph(top, library, VariableTable(top), tuple(findings.all))
         return self._checked
-
-    @property
-    def size(self) -> int:
-        """Its approximate size in memory without the values of moved constants, bytes."""
-        nodes = 0 if self._checked is None else sum(len(body.nodes) for body in bodies_of(self._checked.top))
-        return _COPIES * self._encoded_bytes + _NODE_BYTES * nodes
-
-    @functools.cached_property
-    def _encoded_bytes(self) -> int:
-        """Bytes of the encoded graph. Counting them takes as long as encoding it."""
-        return self.graph.ByteSize()
 
 
 class _CheckedGraph(NamedTuple):

@@ -31,7 +31,9 @@ class Library:
         self._functions: dict[str, graph_pb2.Function] = {}
         self._op_defs: dict[str, op_definitions.OpDef] = {}
         self._bodies: dict[_Key, Body | None] = {}
-        self._unread: deque[tuple[Draft, graph_pb2.Function, Mapping[str, AttrValue]]] = deque()
+        self._unread: deque[tuple[Draft, graph_pb2.Function, Mapping[str, AttrValue], int]] = deque()
+        # The depth of the body that is read.
+        self._depth = 0
         self._attr_bytes = 0
         self._node_count = 0
         for function in graph.library.function:
@@ -53,10 +55,6 @@ class Library:
     def names(self) -> list[str]:
         """Returns the names of all functions."""
         return list(self._functions)
-
-    def message(self, name: str) -> graph_pb2.Function:
-        """Returns the message of a function."""
-        return self._functions[name]
 
     def find_op(self, op_type: str) -> op_definitions.OpDef | None:
         """Returns the op definition of a function or of a TensorFlow op type; None if neither exists."""
@@ -84,17 +82,13 @@ class Library:
             draft = self._signature(function, given)
             self._bodies[key] = draft.body if draft else None
             if draft:
-                self._unread.append((draft, function, given))
+                self._unread.append((draft, function, given, self._depth + 1))
         return self._bodies[key]
 
     @property
     def foreign(self) -> frozenset[str]:
         """Names of gradients that the graph registers without the signature of a rule."""
         return frozenset(name for name, function in self._gradients.items() if not self._is_rule(function))
-
-    def rules(self) -> list[str]:
-        """Returns the names of functions that are embedded gradients."""
-        return [function for function in self._gradients.values() if self._is_rule(function)]
 
     def add_gradient(self, name: str, where: str, node: str) -> None:
         """Instantiates the embedded gradient `name`, if the graph has it; `drafts` reads its nodes later."""
@@ -116,7 +110,12 @@ class Library:
     def drafts(self) -> Iterator[Draft]:
         """Reads and yields the drafts of all instantiated bodies, including those instantiated during the iteration."""
         while self._unread:
-            draft, function, given = self._unread.popleft()
+            draft, function, given, self._depth = self._unread.popleft()
+            if self._depth > self._limits.call_depth:
+                # Functions that call themselves with more attributes each time would not end.
+                self._refuse_size(
+                    f"Calls, loops and branches nest more than {self._limits.call_depth} deep (--max-call-depth)."
+                )
             self._node_count += len(function.node_def)
             if self._node_count > self._limits.inlined_nodes:
                 self._refuse_size(

@@ -137,11 +137,23 @@ def test_recursion_through_a_function_attribute_is_refused() -> None:
     f = Function()
     f.signature.name = "f"
     f.signature.attr.add(name="F", type="func")
-    inner = f.node_def.add(name="c", op="PartitionedCall")
-    inner.attr["f"].func.name = "f"
+    inner = f.node_def.add()
+    inner.CopyFrom(call("c", "f", results=0))
     inner.attr["f"].func.attr["F"].placeholder = "F"
     outer = node("y", "f", F=AttrValue(func=NameAttrList(name="f")))
     only_finding(graph(outer, functions=[f]), Reason.ERROR_REASON_GRAPH_CYCLE)
+
+
+def test_recursion_with_attributes_that_grow_is_refused() -> None:
+    f = Function()
+    f.signature.name = "f"
+    f.signature.attr.add(name="F", type="func")
+    inner = f.node_def.add()
+    inner.CopyFrom(call("c", "f", results=0))
+    inner.attr["f"].func.attr["F"].func.name = "f"
+    inner.attr["f"].func.attr["F"].func.attr["F"].placeholder = "F"
+    outer = node("y", "f", F=AttrValue(func=NameAttrList(name="f")))
+    only_finding(graph(outer, functions=[f]), Reason.ERROR_REASON_LIMIT_EXCEEDED)
 
 
 def test_unknown_op_type_is_refused_with_a_suggestion() -> None:

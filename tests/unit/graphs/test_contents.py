@@ -252,17 +252,3 @@ def test_expansions_of_one_graph_do_not_change_it() -> None:
     for index in _RANDOM.permutation(10):
         request = graphs.ExpandRequest(**wanted[index % len(wanted)])
         assert graphs.expand(shared, request) == graphs.expand(graphs.ReadGraph(*_move(graphs.parse(data))), request)
-
-
-def test_the_bytes_of_a_graph_are_counted_once() -> None:
-    class Counting:
-        counted = 0
-
-        def ByteSize(self) -> int:
-            self.counted += 1
-            return 1000
-
-    message: Any = Counting()
-    read = graphs.ReadGraph(message)
-    assert read.size == read.size >= 1000
-    assert message.counted == 1

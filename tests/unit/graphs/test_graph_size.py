@@ -8,7 +8,7 @@ from gradrule.v1.errors_pb2 import ErrorReason
 from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.errors import GradruleError
-from gradrule_server.graphs import Limits, ReadGraph
+from gradrule_server.graphs import Limits
 from tests.unit.graphs.helpers import FLOAT, call, expand, findings_of, function, graph, node, only_finding, placeholder
 from tests.unit.graphs.test_embedded_rules import brings, custom_gradient, expanded
 
@@ -31,16 +31,17 @@ def calling(names: list[str], elements: int = 1, nodes: int = 1) -> Graph:
     return graph(*calls, functions=[function("f", ["a"], {"r": f"n{nodes - 1}:y:0"}, inside)])
 
 
-def test_a_function_counts_once_for_the_size_in_memory() -> None:
-    """Its calls, each twice as many as those of the function before, would take years to count."""
+def test_each_function_is_checked_once() -> None:
+    """Its calls, each twice as many as those of the function before, would take years to follow."""
     functions = [function("f0", ["a"], {"r": "n:y:0"}, [node("n", "Neg", "a", T=FLOAT)])]
     for level in range(1, 60):
-        body = [call("b", f"f{level - 1}", "a"), call("c", f"f{level - 1}", "b:o:0")]
-        functions.append(function(f"f{level}", ["a"], {"r": "c:o:0"}, body))
-    read = ReadGraph(graph(placeholder(), call("y", "f59", "x"), functions=functions))
-    encoded = read.size
-    read.check(Limits())
-    assert encoded < read.size < encoded + (1 << 20)
+        body = [call("b", f"f{level - 1}", "a"), call("c", f"f{level - 1}", "b:output:0")]
+        functions.append(function(f"f{level}", ["a"], {"r": "c:output:0"}, body))
+    made = graph(placeholder(), call("y", "f59", "x"), functions=functions)
+    found = findings_of(made, ["y"], limits=Limits(call_depth=100))
+    assert [item.reason for item in found] == [LIMIT]
+    assert "--max-inlined-nodes" in found[0].message
+    assert "--max-call-depth" in findings_of(made, ["y"])[-1].message
 
 
 def test_the_length_of_names_is_limited() -> None:
