@@ -120,7 +120,8 @@ _MAX_NAME_LENGTH = 128
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns a hint such as ` Did you mean 'Sign'?` if a known name is similar to `name`, else an empty string.
 
-    `name` itself is never suggested, because a lookup of it has just failed.
+    Names with the same last part, as in `a/b`, come first. `name` itself is never suggested, because a lookup
+    of it has just failed.
     """
     close = _similar_names(name, known) if len(name) <= _MAX_NAME_LENGTH else []
     return f" Did you mean {' or '.join(repr(candidate) for candidate in close)}?" if close else ""
@@ -128,6 +129,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _similar_names(name: str, known: Iterable[str]) -> list[str]:
     candidates = [candidate for candidate in known if len(candidate) <= _MAX_NAME_LENGTH and candidate != name]
+    last = name.rpartition("/")[2]
+    same_part = [candidate for candidate in candidates if candidate.rpartition("/")[2] == last]
+    if same_part:
+        return same_part[:3]
     if len(name) * sum(map(len, candidates)) > _MAX_CHARACTER_PAIRS:
         # Compare the likeliest candidates only: same first letter first, then similar length.
         first, length = name[:1].lower(), len(name)
@@ -144,7 +149,6 @@ def _similar_names(name: str, known: Iterable[str]) -> list[str]:
 MAX_FINDINGS = 500
 # Each suggestion compares a name with many others, so only the first unknown names get one.
 MAX_SUGGESTIONS = 20
-MAX_CANDIDATES = 2000
 MAX_QUOTED = 200
 
 
@@ -182,25 +186,9 @@ class Findings:
 
     def suggest_similar(self, name: str, known: Iterable[str]) -> str:
         """Returns ` Did you mean …?` with similar node names, or nothing; counts toward `MAX_SUGGESTIONS`."""
-        return self.suggest(lambda: similar_name_hint(name, known))
+        return self.suggest(lambda: did_you_mean(name, known))
 
     def raise_if_any(self) -> None:
         """Raises `GradruleError` with all findings, if there are any."""
         if self.all:
             raise GradruleError(self.all)
-
-
-def similar_name_hint(name: str, known: Iterable[str]) -> str:
-    """Returns ` Did you mean 'a/b'?`: names with the same last part, or else names of similar length and spelling."""
-    last, folded = name.rsplit("/", 1)[-1], name.lower()
-    same_part: list[str] = []
-    similar: list[str] = []
-    for candidate in known:
-        if candidate.lower() == folded:
-            return f" Did you mean {candidate!r}?"
-        if candidate.rsplit("/", 1)[-1] == last and len(same_part) < 3:
-            same_part.append(candidate)
-        elif abs(len(candidate) - len(name)) <= max(2, len(name) // 3) and len(similar) < MAX_CANDIDATES:
-            similar.append(candidate)
-    close = same_part or difflib.get_close_matches(name[:MAX_QUOTED], similar, n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(quote(candidate) for candidate in close)}?" if close else ""

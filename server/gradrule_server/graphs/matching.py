@@ -15,7 +15,7 @@ import re2
 
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule_server.errors import Finding, Findings, Reason, did_you_mean, quote, similar_name_hint
+from gradrule_server.errors import Finding, Findings, Reason, did_you_mean, quote
 from gradrule_server.graphs.ir import ADDED_ATTR, Node
 from gradrule_server.graphs.selectors import ANY_TEXT, OverrideMatcher, compile_regex, op_types_of, re2_options
 
@@ -279,11 +279,11 @@ class UnmatchedOverrides:
         kind = f"of op type {matcher.words[-1]} " if matcher.words else ""
         in_scope, named, matched = self._met_conditions(matcher)
         if selector.scope and not in_scope:
-            hint = suggest(lambda: similar_name_hint(selector.scope, self._scopes(matcher)))
+            hint = suggest(lambda: did_you_mean(selector.scope, self._scopes(matcher)))
             return f"no node {kind}has a name that starts with {quote(matcher.prefix)}.{hint}"
         first = selector.node or next(iter(selector.nodes), "")
         if first and not named:
-            hint = suggest(lambda: similar_name_hint(first, self._names_of(matcher)))
+            hint = suggest(lambda: did_you_mean(first, self._names_of(matcher)))
             more = f" or like {len(selector.nodes) - 1} other names" if len(selector.nodes) > 1 else ""
             return f"no node {kind}is named {quote(first)}{more}.{hint}"
         if not matched:
