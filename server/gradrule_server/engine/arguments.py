@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 from gradrule.common import tensor_codec, tensor_packing
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine.client_memory import AnswerArea, AttachedMemories, CallMemory
-from gradrule_server.engine.program import BuiltProgram, Input, as_array, as_tensor
+from gradrule_server.engine.program import BuiltProgram, Input
 from gradrule_server.engine.tensor_sources import BlobReader, check_tensor
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.call_parts import CallParts, find_parts
@@ -24,7 +25,7 @@ from gradrule_server.rules import read_param_value
 NO_STATE: Mapping[str, tf.Tensor] = MappingProxyType({})
 
 _TENSOR_FIELDS = ("feeds", "grad_ys", "tangents", "vectors")
-_MAX_LAYOUTS = 256
+_MAX_LAYOUTS = 64
 _MAX_HEADER_BYTES = 16 << 10
 
 
@@ -58,6 +59,8 @@ class _Given(NamedTuple):
         dtype: Type of its elements in NumPy.
         shape: Its shape.
         size: Size of its elements, bytes.
+        is_packed: Whether the content must be unpacked.
+        is_plain: Whether the content is the elements as they are.
     """
 
     position: int
@@ -68,23 +71,64 @@ class _Given(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     size: int
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the content must be unpacked."""
-        return bool(self.header.compression or self.header.content_dtype)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the content is the elements as they are."""
-        header = self.header
-        is_elsewhere = header.in_shared_memory or header.blob_sha256
-        return not (is_elsewhere or self.is_packed or header.content_is_tensor) and self.size > 0
+    is_packed: bool
+    is_plain: bool
 
     @property
     def where(self) -> str:
         """Names the tensor in errors."""
         return f"{self.group.what} {self.input.name!r}"
+
+    def read(self, parts: CallParts, memory: CallMemory | None, blobs: BlobReader) -> Any:
+        """Returns the tensor as an array, which may share the memory of the call.
+
+        Raises INVALID_TENSOR, BLOB_NOT_FOUND or LIMIT_EXCEEDED.
+        """
+        if not self.is_plain:
+            return self._read_other(parts, memory, blobs)
+        start, end = parts.contents[self.number]
+        if end - start != self.size:
+            raise _size_error(self, end - start)
+        # NumPy reads no empty buffer.
+        if not self.size:
+            return np.empty(self.shape, self.dtype)
+        count = self.size // self.dtype.itemsize
+        return np.frombuffer(parts.data, self.dtype, count, start).reshape(self.shape)
+
+    def _read_other(self, parts: CallParts, memory: CallMemory | None, blobs: BlobReader) -> Any:
+        header, field = self.header, self.group.field
+        if header.in_shared_memory:
+            if memory is None or parts.shared_memory is None:
+                raise error(
+                    errors_pb2.ERROR_REASON_INVALID_TENSOR,
+                    f"{self.where} lies in shared memory, which this request does not use",
+                    node=self.input.name,
+                    field=field,
+                )
+            shared = memory.read(parts.shared_memory.offsets[self.number], self.size, self.where, field)
+            return np.frombuffer(shared, self.dtype).reshape(self.shape)
+        if header.blob_sha256:
+            blob = tensor_pb2.BlobTensor(
+                sha256=header.blob_sha256, dtype=header.dtype, shape=tensor_codec.shape_message(self.shape)
+            )
+            return blobs.array(blob, self.where, field)
+        start, end = parts.contents[self.number]
+        content = memoryview(parts.data)[start:end]
+        try:
+            if self.is_packed:
+                packed = tensor_pb2.PackedTensor(
+                    dtype=header.dtype,
+                    shape=tensor_codec.shape_message(self.shape),
+                    content_dtype=header.content_dtype,
+                    compression=header.compression,
+                )
+                return tensor_packing.unpack(packed, content=content)
+            array = tensor_codec.to_numpy(tensor_pb2.Tensor.FromString(bytes(content)))
+            if array.dtype != self.dtype or array.shape != self.shape:
+                raise ValueError(f"the content is a tensor of {array.dtype} and shape {list(array.shape)}")
+        except ValueError as cause:
+            raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{self.where}: {cause}", field=field) from cause
+        return array
 
 
 class CallLayout:
@@ -93,54 +137,51 @@ class CallLayout:
     Args:
         header: The header.
         groups: The inputs, in the order of their arguments.
-        template: For each argument, the array of calls that do not give it; None: calls must give it.
         max_rank: Highest rank of a tensor.
         max_unpacking: As in `BuiltProgram`.
     """
 
     def __init__(
-        self,
-        header: evaluate_pb2.EvaluateHeader,
-        groups: Sequence[InputGroup],
-        template: Sequence[Any],
-        max_rank: int,
-        max_unpacking: int = 0,
+        self, header: evaluate_pb2.EvaluateHeader, groups: Sequence[InputGroup], max_rank: int, max_unpacking: int
     ) -> None:
         self.packing = read_packing(header.answer_packing) if header.HasField("answer_packing") else None
         """How the tensors of the answer are packed; None: they are not."""
-        self._template = list(template)
         self._max_unpacking = max_unpacking
         self._findings: list[Finding] = []
+        self._values: list[Any] = []
         self._absent: list[tuple[int, Input, InputGroup]] = []
-        given: list[_Given] = []
+        self._given: list[_Given] = []
         located, self._contents, self._offsets = _locate(header)
-        position = 0
         for group in groups:
             tensors = _by_name(located[group.field], group)
             for order, item in enumerate(group.inputs):
                 found = tensors.get(item.name.removesuffix(":0"))
-                if found is not None:
-                    try:
-                        dtype, shape, size = check_tensor(found[0], item, max_rank, group.what, group.field)
-                        given.append(_Given(position, item, group, *found, dtype, shape, size))
-                    except GradruleError as cause:
-                        self._findings += cause.findings
-                else:
-                    self._absent.append((position, item, group))
-                    if self._template[position] is None and group.unused and group.unused[order]:
-                        self._template[position] = _unused_value(item)
-                position += 1
-        self._plain = [item for item in given if item.is_plain]
-        self._others = [item for item in given if not item.is_plain]
-        self.has_blobs = any(item.header.blob_sha256 for item in given)
+                if found is None:
+                    self._absent.append((len(self._values), item, group))
+                    is_unused = bool(group.unused) and group.unused[order]
+                    self._values.append(_unused_value(item) if item.default is None and is_unused else item.default)
+                    continue
+                try:
+                    dtype, shape, size = check_tensor(found[0], item, max_rank, group.what, group.field)
+                    is_packed = bool(found[0].compression or found[0].content_dtype)
+                    is_elsewhere = found[0].in_shared_memory or found[0].blob_sha256
+                    is_plain = not (is_packed or is_elsewhere or found[0].content_is_tensor)
+                    self._given.append(
+                        _Given(len(self._values), item, group, *found, dtype, shape, size, is_packed, is_plain)
+                    )
+                except GradruleError as cause:
+                    self._findings += cause.findings
+                self._values.append(None)
+        self._packed = [item for item in self._given if item.is_packed]
+        self.has_blobs = any(item.header.blob_sha256 for item in self._given)
         """Whether elements of a tensor are a blob."""
 
     def read(
-        self, parts: CallParts, memory: CallMemory | None, blobs: BlobReader, state: Mapping[str, tf.Tensor] = NO_STATE
+        self, parts: CallParts, memory: CallMemory | None, blobs: BlobReader, state: Mapping[str, tf.Tensor]
     ) -> list[Any]:
-        """Returns the arguments as arrays, which may share the memory of the call; those of params are None.
+        """Returns the value of each argument: an array, which may share the memory of the call, or a kept tensor.
 
-        Raises MALFORMED_REQUEST, or one error with the faults of all tensors.
+        Raises MALFORMED_REQUEST, LIMIT_EXCEEDED, or one error with the faults of all tensors.
 
         Args:
             parts: The parts of the call.
@@ -149,19 +190,12 @@ class CallLayout:
             state: Values, by name, of inputs that the call does not feed.
         """
         self._check_counts(parts)
-        values, findings = list(self._template), list(self._findings)
-        for given in self._plain:
-            start, end = parts.contents[given.number]
-            if end - start == given.size:
-                count = given.size // given.dtype.itemsize
-                values[given.position] = np.frombuffer(parts.data, given.dtype, count, start).reshape(given.shape)
-            else:
-                findings += _size_error(given, end - start).findings
-        for field in {given.group.field for given in self._others if given.is_packed}:
-            self._check_unpacking(field, parts)
-        for given in self._others:
+        if self._packed:
+            self._check_unpacking(parts)
+        values, findings = list(self._values), list(self._findings)
+        for given in self._given:
             try:
-                values[given.position] = _read_other(given, parts, memory, blobs)
+                values[given.position] = given.read(parts, memory, blobs)
             except GradruleError as cause:
                 findings += cause.findings
         for position, item, group in self._absent:
@@ -189,19 +223,19 @@ class CallLayout:
                 field="shared_memory.offsets",
             )
 
-    def _check_unpacking(self, field: str, parts: CallParts) -> None:
-        """Raises LIMIT_EXCEEDED if the packed tensors of a field would take too much memory unpacked."""
-        packed = [given for given in self._others if given.is_packed and given.group.field == field]
-        after = sum(given.size for given in packed)
-        before = sum(end - start for start, end in (parts.contents[given.number] for given in packed))
+    def _check_unpacking(self, parts: CallParts) -> None:
+        """Raises LIMIT_EXCEEDED if the packed tensors of a call would take too much memory unpacked."""
+        after = sum(given.size for given in self._packed)
+        before = sum(end - start for start, end in (parts.contents[given.number] for given in self._packed))
         most = FREE_BYTES + self._max_unpacking * before
         if after > most:
+            fields = ", ".join(dict.fromkeys(given.group.field for given in self._packed))
             raise error(
                 errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                f"the packed tensors of {field} have {before} bytes and would take {after} unpacked; they may take "
+                f"the packed tensors of {fields} have {before} bytes and would take {after} unpacked; they may take "
                 f"{FREE_BYTES >> 20} MiB and {self._max_unpacking} times their size, {most} bytes (--max-unpacking); "
                 "send them unpacked, or in several calls",
-                field=field,
+                field=self._packed[0].group.field,
             )
 
 
@@ -216,53 +250,33 @@ class FeedPlan:
             InputGroup("grad_ys", "grad_y", grad_ys),
             InputGroup("tangents" if is_jvp else "vectors", "tangent" if is_jvp else "vector", built.directions),
         )
-        inputs = [item for group in self._groups for item in group.inputs]
-        self.dtypes = [item.dtype for item in inputs] + [tf.float64] * len(built.params)
-        """The type of each argument."""
-        self.defaults = [item.default for item in inputs] + [None] * len(built.params)
-        """For each argument, its value in calls that do not give it; None: calls must give it."""
-        self._template = [None if default is None else as_array(default) for default in self.defaults]
-        self._first_param = len(inputs)
         self._limits = built.max_rank, built.max_unpacking
         self._stacked = built.stacked
-        self._layouts: dict[bytes, CallLayout] = {}
-
-    def is_default(self, position: int, array: Any) -> bool:
-        """Returns whether an argument is the default of its input."""
-        return self._template[position] is not None and array is self._template[position]
+        self._kept_layout = lru_cache(_MAX_LAYOUTS)(self._create_layout)
 
     def layout(self, header: bytes) -> CallLayout:
         """Returns the layout of calls with a header. Raises MALFORMED_REQUEST, UNKNOWN_FEED or FEED_SHAPE."""
-        found = self._layouts.get(header)
-        if found is None:
-            message = evaluate_pb2.EvaluateHeader.FromString(header)
-            if self._stacked:
-                check_stacks(message.grad_ys)
-            found = CallLayout(message, self._groups, self._template, *self._limits)
-            if len(header) <= _MAX_HEADER_BYTES:
-                if len(self._layouts) >= _MAX_LAYOUTS:
-                    self._layouts.clear()
-                self._layouts[header] = found
-        return found
+        return (self._kept_layout if len(header) <= _MAX_HEADER_BYTES else self._create_layout)(header)
+
+    def _create_layout(self, header: bytes) -> CallLayout:
+        message = evaluate_pb2.EvaluateHeader.FromString(header)
+        if self._stacked:
+            check_stacks(message.grad_ys)
+        return CallLayout(message, self._groups, *self._limits)
 
 
-class OpenedCall(NamedTuple):
-    """A call whose arguments can be read.
+class CallArguments(NamedTuple):
+    """The arguments of a call, and what the call says about its answer.
 
     Attributes:
-        layout: Its layout.
-        parts: Its parts.
-        memory: The client's memory that it uses; None: none.
+        values: The arguments of the built function: arrays, which may share the memory of the call, or kept tensors.
+        packing: How the tensors of the answer are packed; None: they are not.
+        answer_area: The part of the client's memory for the answer; None: none.
     """
 
-    layout: CallLayout
-    parts: CallParts
-    memory: CallMemory | None
-
-    @property
-    def answer_area(self) -> AnswerArea | None:
-        """The part of the client's memory for the answer; None: none."""
-        return None if self.memory is None else self.memory.answer_area
+    values: Sequence[Any]
+    packing: tensor_packing.Packing | None = None
+    answer_area: AnswerArea | None = None
 
 
 class ArgumentReader:
@@ -275,72 +289,49 @@ class ArgumentReader:
         self._blobs = blobs
         self._memories = memories or AttachedMemories(None)
 
-    def open(self, built: BuiltProgram, values: Buffer) -> OpenedCall:
-        """Returns a call of a program. `values`: bytes of an `EvaluateRequest` with a header.
-
-        Raises MALFORMED_REQUEST, INVALID_TENSOR or SHARED_MEMORY_LOST.
-        """
-        parts = parts_of(values)
-        layout = built.feed_plan.layout(parts.header)
-        use = parts.shared_memory
-        return OpenedCall(layout, parts, None if use is None else self._memories.open(use))
-
-    def arrays(self, built: BuiltProgram, request: link_pb2.RunRequest, call: OpenedCall) -> list[Any]:
-        """Returns the arguments of the built function as NumPy arrays, which may share the memory of the call."""
-        return self._read(built, request, call, NO_STATE)
-
-    def arguments(
+    def read(
         self,
         built: BuiltProgram,
         request: link_pb2.RunRequest,
         values: Buffer,
         state: Mapping[str, tf.Tensor] = NO_STATE,
-    ) -> list[tf.Tensor]:
-        """Returns the arguments of the built function as tensors; raises what `open` and `arrays` raise.
+    ) -> CallArguments:
+        """Returns the arguments of a call.
+
+        Raises MALFORMED_REQUEST, SHARED_MEMORY_LOST, or one error with the faults of all tensors.
 
         Args:
             built: The program.
             request: The message of the run.
-            values: Bytes of an `EvaluateRequest` with a header. Its tensors must not lie in shared memory.
+            values: Bytes of an `EvaluateRequest` with a header.
             state: Values, by name, of inputs that the call does not feed.
         """
-        parts, plan = parts_of(values), built.feed_plan
-        read = self._read(built, request, OpenedCall(plan.layout(parts.header), parts, None), state)
-        # Values of variables may be large: they stay on the device.
-        return [
-            default if plan.is_default(position, value) else as_tensor(value, dtype)
-            for position, (value, dtype, default) in enumerate(zip(read, plan.dtypes, plan.defaults, strict=True))
-        ]
+        parts = parts_of(values)
+        layout = built.feed_plan.layout(parts.header)
+        use = parts.shared_memory
+        memory = None if use is None else self._memories.open(use)
+        blobs = self._blobs.for_folder(request.blob_folder) if layout.has_blobs else self._blobs
+        found = layout.read(parts, memory, blobs, state)
+        if built.params:
+            found += _read_params(built, request.params)
+        return CallArguments(found, layout.packing, None if memory is None else memory.answer_area)
 
-    def grad_ys(
-        self, values: Buffer, inputs: Sequence[Input], built: BuiltProgram, blob_folder: str
-    ) -> list[tf.Tensor]:
-        """Returns the upstream gradients of a pull-back; stacked ones have the same size on axis 0.
+    def grad_ys(self, parts: CallParts, inputs: Sequence[Input], built: BuiltProgram, blob_folder: str) -> list[Any]:
+        """Returns the upstream gradients of a pull-back as arrays; stacked ones have the same size on axis 0.
 
         Args:
-            values: Bytes of an `EvaluateRequest` with a header.
+            parts: The parts of the call.
             inputs: The ys that it names.
             built: Gives the limits.
             blob_folder: As in `PullBackRequest`.
         """
-        parts = parts_of(values)
         header = evaluate_pb2.EvaluateHeader.FromString(parts.header)
         if header.stacked_grad_ys:
             inputs = [stacked_input(item) for item in inputs]
             check_stacks(header.grad_ys)
         groups = [InputGroup("grad_ys", "grad_y", inputs)]
-        layout = CallLayout(header, groups, [None] * len(inputs), built.max_rank, built.max_unpacking)
-        read = layout.read(parts, None, self._blobs.for_folder(blob_folder))
-        return [as_tensor(value, item.dtype) for value, item in zip(read, inputs, strict=True)]
-
-    def _read(
-        self, built: BuiltProgram, request: link_pb2.RunRequest, call: OpenedCall, state: Mapping[str, tf.Tensor]
-    ) -> list[Any]:
-        blobs = self._blobs.for_folder(request.blob_folder) if call.layout.has_blobs else self._blobs
-        values = call.layout.read(call.parts, call.memory, blobs, state)
-        if built.params:
-            values[len(values) - len(built.params) :] = _read_params(built, request.params)
-        return values
+        layout = CallLayout(header, groups, built.max_rank, built.max_unpacking)
+        return layout.read(parts, None, self._blobs.for_folder(blob_folder), NO_STATE)
 
 
 def parts_of(values: Buffer) -> CallParts:
@@ -415,42 +406,6 @@ def _by_name(
     return found
 
 
-def _read_other(given: _Given, parts: CallParts, memory: CallMemory | None, blobs: BlobReader) -> Any:
-    """Returns a tensor that is no plain content. Raises INVALID_TENSOR, BLOB_NOT_FOUND or LIMIT_EXCEEDED."""
-    header, field = given.header, given.group.field
-    if header.in_shared_memory:
-        if memory is None or parts.shared_memory is None:
-            raise _invalid(given, "lies in shared memory, which this request does not use")
-        content: Buffer = memory.read(parts.shared_memory.offsets[given.number], given.size, given.where, field)
-        return np.frombuffer(content, given.dtype).reshape(given.shape)
-    if header.blob_sha256:
-        blob = tensor_pb2.BlobTensor(
-            sha256=header.blob_sha256, dtype=header.dtype, shape=tensor_codec.shape_message(given.shape)
-        )
-        return blobs.array(blob, given.where, field)
-    start, end = parts.contents[given.number]
-    content = memoryview(parts.data)[start:end]
-    try:
-        if header.content_is_tensor:
-            array = tensor_codec.to_numpy(tensor_pb2.Tensor.FromString(bytes(content)))
-            if array.dtype != given.dtype or array.shape != given.shape:
-                raise ValueError(f"the content is a tensor of {array.dtype} and shape {list(array.shape)}")
-            return array
-        if given.is_packed:
-            packed = tensor_pb2.PackedTensor(
-                dtype=header.dtype,
-                shape=tensor_codec.shape_message(given.shape),
-                content_dtype=header.content_dtype,
-                compression=header.compression,
-            )
-            return tensor_packing.unpack(packed, content=content)
-    except ValueError as cause:
-        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{given.where}: {cause}", field=field) from cause
-    if len(content) != given.size:
-        raise _size_error(given, len(content))
-    return np.empty(given.shape, given.dtype)
-
-
 def _missing(item: Input, group: InputGroup) -> Finding:
     message = f"{group.what} {item.name!r} is missing: {item.dtype.name} of shape {item.shape}"
     return Finding(errors_pb2.ERROR_REASON_MISSING_FEED, message, item.name, group.field)
@@ -461,15 +416,6 @@ def _size_error(given: _Given, size: int) -> GradruleError:
     return error(
         errors_pb2.ERROR_REASON_INVALID_TENSOR,
         f"{given.where}: {size} bytes do not fit {what}: {given.size}",
-        field=given.group.field,
-    )
-
-
-def _invalid(given: _Given, fault: str) -> GradruleError:
-    return error(
-        errors_pb2.ERROR_REASON_INVALID_TENSOR,
-        f"{given.where} {fault}",
-        node=given.input.name,
         field=given.group.field,
     )
 

@@ -18,7 +18,6 @@ from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.jit import XlaCall, check_xla
 from gradrule_server.engine.memory import check_memory
 from gradrule_server.engine.program import BuiltProgram, FunctionCall, Input, ParamInput, create_graph_call, shape_from
-from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import ops_with
@@ -57,7 +56,7 @@ def build(
 
 
 def _start_build(
-    request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, values: Sequence[tf.Tensor]
+    request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, values: Sequence[tf.Tensor], device: str
 ) -> tuple[BuiltProgram, Trace]:
     """Returns the program without its graph, and the trace that builds the graph."""
     contents = [_read_content(rule) for rule in request.rules]
@@ -78,6 +77,7 @@ def _start_build(
         stacked=request.stacked_grad_ys,
         max_rank=request.max_rank,
         max_unpacking=request.max_unpacking,
+        device=device,
     )
     built.statuses = [override_pb2.RESOLUTION_STATUS_OFF_PATH] * len(request.marks)
     _add_fed_inputs(request, graph_def, built)
@@ -101,7 +101,7 @@ def _build(
     device: str,
     disabled_fast_paths: frozenset[str],
 ) -> BuiltProgram:
-    built, trace = _start_build(request, graph_def, values)
+    built, trace = _start_build(request, graph_def, values, device)
 
     def run(*arguments: tf.Tensor) -> list[tf.Tensor]:
         return trace.run(arguments)
@@ -117,6 +117,7 @@ def _build(
     returned = {id(tensor) for tensor in graph.outputs}
     arguments = graph.inputs[: len(built.inputs)]
     built.small = "calling-thread" not in disabled_fast_paths and is_small(graph)
+    built.result_types = [tensor.dtype.base_dtype.as_datatype_enum for tensor in graph.outputs]
     built.unused = [not argument.consumers() and id(argument) not in returned for argument in arguments]
     if trace.backward is not None:
         built.two_parts = TwoPartProgram(trace.backward, trusted=request.trusted)
@@ -127,8 +128,6 @@ def _build(
         built.call = create_graph_call(built, may_use_session=may_use_session)
         if request.jit and device.startswith("CPU") and graph.outputs:
             built.call, built.jit = XlaCall(built.function, built.call), True
-        dtypes = [tensor.dtype for tensor in graph.outputs]
-        built.writer = ResponseWriter(built, dtypes[: len(dtypes) - len(built.updates)], device)
     if request.batched:
         built.merged_runs = create_merged_runs(built)
     built.feed_plan = FeedPlan(built)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -14,6 +14,8 @@ from gradrule_server.engine.checks import require_same_shape
 from gradrule_server.engine.differentiation import Differentiation, DifferentiationStage
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import error
+
+_T = TypeVar("_T")
 
 UNCONNECTED = "unconnected"
 NOT_DIFFERENTIABLE = "not_differentiable"
@@ -27,9 +29,7 @@ DerivativeLayout: TypeAlias = list[tuple[tuple[str, ...], str]]
 """For each derivative its names (an x, a y of a JVP, or y and x of a Jacobian) and its form."""
 
 
-def split_tensors(
-    layout: DerivativeLayout, tensors: Iterable[tf.Tensor]
-) -> Iterator[tuple[tuple[str, ...], str, list[tf.Tensor]]]:
+def split_tensors(layout: DerivativeLayout, tensors: Iterable[_T]) -> Iterator[tuple[tuple[str, ...], str, list[_T]]]:
     """Yields the names, the form and the tensors of each derivative. `tensors`: those of all, in order."""
     rest = iter(tensors)
     for names, form in layout:

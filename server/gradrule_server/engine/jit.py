@@ -12,7 +12,7 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
-from gradrule_server.engine.program import Arrays, FunctionCall, SessionCall
+from gradrule_server.engine.program import Arrays, FunctionCall, SessionCall, as_tensors
 from gradrule_server.engine.tf_errors import clean_message, error_message, out_of_memory
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.policy.op_tables import trait_values
@@ -57,7 +57,7 @@ class XlaCall:
 
     def on_device(self, arguments: Sequence[Any]) -> list[tf.Tensor]:
         """Returns the results as tensors, for arguments that are tensors or arrays."""
-        return list(map(tf_private.shared_tensor, self(arguments)))
+        return list(map(tf_private.shared_tensor, self(as_tensors(arguments, self._function.inputs))))
 
     def _call_for(self, arrays: Arrays) -> SessionCall:
         shapes = tuple([tuple(array.shape) for array in arrays])

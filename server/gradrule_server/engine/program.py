@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +15,7 @@ import tensorflow as tf
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
+from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 
 if TYPE_CHECKING:
     from gradrule_server.engine.arguments import FeedPlan
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from gradrule_server.engine.batching.merging import MergedRuns
     from gradrule_server.engine.derivatives import DerivativeLayout
     from gradrule_server.engine.jit import XlaCall
-    from gradrule_server.engine.response_writer import ResponseWriter
+
+_T = TypeVar("_T")
 
 Arrays: TypeAlias = Sequence[Any]
-"""NumPy arrays, or NumPy scalars and bytes for tensors of rank 0."""
-GraphCall: TypeAlias = Callable[[Arrays], Arrays]
+"""NumPy arrays, or NumPy scalars and bytes for tensors of rank 0. Arguments may be tensors too."""
 
 # Element types that a session takes and returns as NumPy arrays of the same type.
 _SESSION_DTYPES = frozenset(
@@ -60,7 +61,8 @@ class SessionCall:
 
     def on_device(self, arguments: Sequence[Any]) -> list[tf.Tensor]:
         """Returns the results as tensors, for arguments that are tensors or arrays."""
-        return list(map(tf_private.shared_tensor, self(arguments)))
+        # A result may share the memory of an argument.
+        return list(map(tf_private.shared_tensor, self(as_tensors(arguments, self._inputs))))
 
     def _started(self) -> Callable[..., list[Any]]:
         with self._lock:
@@ -95,7 +97,7 @@ class FunctionCall:
     def __init__(self, function: Any, *, single_threaded: bool) -> None:
         self._function = function
         self._captures = function.captured_inputs
-        self._dtypes = [tensor.dtype for tensor in function.inputs[: len(function.inputs) - len(self._captures)]]
+        self._inputs = function.inputs[: len(function.inputs) - len(self._captures)]
         self._single_threaded = single_threaded
 
     def __call__(self, arrays: Arrays) -> Arrays:
@@ -104,7 +106,7 @@ class FunctionCall:
 
     def on_device(self, arguments: Sequence[Any]) -> list[tf.Tensor]:
         """Returns the results as tensors, for arguments that are tensors or arrays."""
-        tensors = [as_tensor(value, dtype) for value, dtype in zip(arguments, self._dtypes, strict=True)]
+        tensors = as_tensors(arguments, self._inputs)
         with tf_private.on_calling_thread() if self._single_threaded else contextlib.nullcontext():
             return tf_private.call_with_captures(self._function, tensors, self._captures)
 
@@ -125,12 +127,17 @@ def create_graph_call(built: BuiltProgram, *, may_use_session: bool) -> SessionC
 
 def as_array(tensor: tf.Tensor) -> np.ndarray:
     """Returns a tensor's values, without a copy if it is in host memory."""
-    return np.asarray(tf_private.shared_array(tensor), object if tensor.dtype == tf.string else None)
+    value = tf_private.shared_array(tensor)
+    # A string of rank 0 is bytes.
+    return np.asarray(value, object if isinstance(value, bytes) else None)
 
 
-def as_tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Returns a tensor with its own memory: the memory of a request is freed once it is answered."""
-    return value if isinstance(value, tf.Tensor) else tf.constant(value, dtype)
+def as_tensors(values: Sequence[Any], like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns values as tensors, of the types of others. Arrays are copied: the memory of a request is freed later."""
+    return [
+        value if isinstance(value, tf.Tensor) else tf.constant(value, tensor.dtype)
+        for value, tensor in zip(values, like, strict=True)
+    ]
 
 
 def shape_from(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
@@ -192,8 +199,12 @@ class BuiltProgram:
     """Whether calls run together; None if the program does not declare batching."""
     jit: bool = False
     """Whether XLA computes the calls."""
+    device: str = "CPU:0"
+    """Where it runs."""
     updates: list[str] = field(default_factory=list)
     """Variables whose new values are the last results."""
+    result_types: list[int] = field(default_factory=list)
+    """The element type (`Dt`) of each result."""
     two_parts: TwoPartProgram | None = None
     """Set if the forward and the backward part are separate functions; `function` is then the forward part."""
     statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)
@@ -203,7 +214,6 @@ class BuiltProgram:
     call: SessionCall | FunctionCall | XlaCall = field(init=False)
     """Runs the graph."""
     feed_plan: FeedPlan = field(init=False)
-    writer: ResponseWriter = field(init=False)
     specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)
     _function: Any = None
 
@@ -225,9 +235,18 @@ class BuiltProgram:
         fed = {tensor.ref(): item.name for tensor, item in zip(graph.inputs, self.inputs, strict=False)}
         return [fed.get(tensor.ref(), tensor.name.removeprefix(IMPORT_SCOPE)) for tensor in op.inputs]
 
-    def naming_run(self, arrays: Arrays) -> Callable[[], object] | None:
-        """Returns a run on the same arrays whose error names the node that failed; None if every run's error does."""
-        if not self.small:
-            return None
-        # The executor that runs small programs names no node.
-        return lambda: FunctionCall(self.function, single_threaded=False)(arrays)
+    def run(self, values: Arrays) -> Arrays:
+        """Runs the graph on arrays or tensors; returns arrays. Translates the errors of TensorFlow."""
+        return self._translated(self.call, values)
+
+    def run_on_device(self, values: Arrays) -> list[tf.Tensor]:
+        """Runs the graph on arrays or tensors; returns tensors. Translates the errors of TensorFlow."""
+        return self._translated(self.call.on_device, values)
+
+    def _translated(self, call: Callable[[Arrays], _T], values: Arrays) -> _T:
+        try:
+            return call(values)
+        except TENSORFLOW_ERRORS as cause:
+            # The executor that runs small programs names no node, so the program runs again.
+            named = (lambda: FunctionCall(self.function, single_threaded=False)(values)) if self.small else None
+            raise translate_error(cause, named, self.inputs_of) from cause

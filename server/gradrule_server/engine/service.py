@@ -60,7 +60,7 @@ class EngineService:
         self._not_run: set[str] = set()
         self._memory = ProgramMemory(frames, device)
         self._forward_runs = ForwardRuns(self._reader)
-        self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, self._forward_runs, device)
+        self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, self._forward_runs)
         self._batches = BatchRunner(frames, self._reader, self._find_program, self._answering)
         self._on_worker = on_worker
         self._is_worker = False
@@ -151,10 +151,10 @@ class EngineService:
             forward = link_pb2.ForwardRequest.FromString(received.message)
             with self._measured(forward.run.key):
                 built = self._find_program(forward.run.key)
-                answer = self._forward_runs.forward(built, forward, received, self._device).SerializeToString()
+                answer = self._forward_runs.forward(built, forward, received).SerializeToString()
         elif frame.kind is Kind.PULL_BACK:
             pull_back = link_pb2.PullBackRequest.FromString(received.message)
-            answer = self._forward_runs.pull_back(pull_back, received).SerializeToString()
+            answer = self._forward_runs.pull_back(pull_back, received)
         else:
             action = link_pb2.SessionRequest.FromString(received.message)
             answer = self._sessions.handle(action, received).SerializeToString()

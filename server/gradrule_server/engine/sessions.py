@@ -12,13 +12,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
-from gradrule_server.engine.arguments import ArgumentReader, parts_of, read_packing
+from gradrule.v1 import errors_pb2, session_pb2
+from gradrule_server.engine.arguments import ArgumentReader, read_packing
 from gradrule_server.engine.derivatives import DENSE, SPARSE, split_tensors
 from gradrule_server.engine.kept_bytes import saved_bytes
 from gradrule_server.engine.program import BuiltProgram
-from gradrule_server.engine.response_writer import write_derivatives, write_tensor
-from gradrule_server.engine.run import ForwardRuns, check_size, run_on_device, set_timings
+from gradrule_server.engine.response_writer import ResponseWriter, results_of
+from gradrule_server.engine.run import ForwardRuns, end_of_response
 from gradrule_server.engine.tensor_sources import VariableCache
 from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 from gradrule_server.errors import error
@@ -56,13 +56,11 @@ class Sessions:
         variable_cache: VariableCache,
         find_program: Callable[[str], BuiltProgram],
         forward_runs: ForwardRuns,
-        device: str,
     ) -> None:
         self._reader = reader
         self._variable_cache = variable_cache
         self._find_program = find_program
         self._forward_runs = forward_runs
-        self._device = device
         self._sessions: dict[str, _Session] = {}
         # Names of sessions that ended before the message that opens them was read.
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -120,16 +118,17 @@ class Sessions:
         _require_values(session, names, "variables")
         optimizer = session.optimizer if request.optimizer_state else None
         slots = {} if optimizer is None else optimizer.slots
-        check_size([*(session.values[name] for name in names), *slots.values()])
-        for name in names:
-            write_tensor(reply.variables.add(name=name).value.inline_tensor, session.values[name], packing)
+        writer = ResponseWriter(packing)
+        writer.add_outputs(names, results_of(map(session.values.__getitem__, names)), reply.VARIABLES_FIELD_NUMBER)
+        count = len(writer.parts)
+        writer.add_outputs(slots, results_of(slots.values()), session_pb2.OptimizerState.SLOTS_FIELD_NUMBER)
+        reply.MergeFromString(b"".join(writer.parts[:count]))
         if optimizer is not None:
             state = reply.optimizer_state
+            state.MergeFromString(b"".join(writer.parts[count:]))
             state.optimizer.CopyFrom(optimizer.message)
             state.step = session.steps
             state.variables.extend(optimizer.variables)
-            for name, value in slots.items():
-                write_tensor(state.slots.add(name=name).value.inline_tensor, value, packing)
 
     def _restore(self, session: _Session, message: link_pb2.SessionRequest) -> None:
         """Creates the optimizer with slots of an earlier session."""
@@ -164,21 +163,21 @@ class Sessions:
     ) -> None:
         started = time.monotonic_ns()
         built = self._find_program(request.run.key)
-        packing = built.feed_plan.layout(parts_of(received.values).header).packing
-        results = run_on_device(built, request.run, received.values, self._reader, session.values)
+        call = self._reader.read(built, request.run, received.values, session.values)
+        results = built.run_on_device(call.values)
         outputs, derivatives = results[: len(built.outputs)], results[len(built.outputs) :]
         if request.loss:
             _require_one_element(request.loss, outputs[built.outputs.index(request.loss)])
         end = len(derivatives) - len(built.updates)
         values = {**session.values, **dict(zip(built.updates, derivatives[end:], strict=True))}
         derivatives = derivatives[:end]
-        response = evaluate_pb2.EvaluateResponse(device=self._device, jit=built.jit)
+        writer = ResponseWriter(call.packing)
         if request.store:
             values |= dict(zip(request.store, outputs, strict=True))
         else:
-            check_size([*outputs, *([] if request.HasField("optimizer") or request.handle else derivatives)])
-            for name, value in zip(built.outputs, outputs, strict=True):
-                write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
+            writer.add_outputs(built.outputs, results_of(outputs))
+            if not (request.HasField("optimizer") or request.handle):
+                writer.add_derivatives(built.kind, built.layout, results_of(derivatives))
         # A caller whose deadline has passed must find its session unchanged.
         if time.monotonic_ns() > message.deadline_ns:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed while the program ran")
@@ -186,8 +185,6 @@ class Sessions:
             values = self._apply_optimizer(
                 session, built, request.optimizer, values, _gradients_by_x(built, derivatives), message
             )
-        elif not (request.store or request.handle):
-            write_derivatives(response, built, derivatives, packing)
         reply.bytes = self._check_size(session, values, message)
         if request.handle:
             # The derivatives of a program in two parts are what its forward part saved.
@@ -195,8 +192,7 @@ class Sessions:
             reply.kept_bytes = self._forward_runs.keep(request.handle, built, derivatives)
         session.values = values
         session.steps += request.HasField("optimizer")
-        set_timings(response.timings, received.received_ns, started)
-        reply.response = response.SerializeToString()
+        reply.response = b"".join([*writer.parts, end_of_response(built, received.received_ns, started)])
 
     def _apply_optimizer(
         self,

@@ -13,7 +13,6 @@ from gradrule._messages.request_messages import program_spec
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine.build import build
 from gradrule_server.engine.program import BuiltProgram
-from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 from gradrule_server.errors import GradruleError
 from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
@@ -81,13 +80,9 @@ def outcome(graph: gr.Graph, feeds: dict[str, Any], item: Map) -> Outcome:
     try:
         program = prepared_map(graph, item)
         built = build(program.request)
-        arrays = _arrays(program, built, feeds, item)
+        results = [np.asarray(result) for result in built.run(_arrays(program, built, feeds, item))]
     except GradruleError as cause:
         return _refused(cause)
-    try:
-        results = [np.asarray(result) for result in built.call(arrays)]
-    except TENSORFLOW_ERRORS as cause:
-        return _refused(translate_error(cause, built.naming_run(arrays), built.inputs_of))
     return Outcome([], results, description(built))
 
 

@@ -17,9 +17,10 @@ from gradrule.common.tensor_packing import Packing, pack
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 from gradrule_server.engine import arguments
 from gradrule_server.engine.arguments import ArgumentReader, parts_of
+from gradrule_server.engine.batching.merging import MergedRuns, group_key_for
 from gradrule_server.engine.build import build
 from gradrule_server.engine.client_memory import AttachedMemories
-from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.program import BuiltProgram, as_tensors
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
@@ -35,7 +36,7 @@ from tests.unit.engine.building import prepared
 def arrays(built: BuiltProgram, values: Buffer, reader: ArgumentReader | None = None) -> list[Any]:
     """Returns the arguments of a call. `values`: bytes of an `EvaluateRequest` with a header."""
     reader = reader or ArgumentReader(BlobReader(None))
-    return reader.arrays(built, link_pb2.RunRequest(), reader.open(built, values))
+    return list(reader.read(built, link_pb2.RunRequest(), values).values)
 
 
 def doubled() -> gr.Graph:
@@ -53,16 +54,15 @@ def test_rank_of_fed_tensors_is_limited(most: int, deep: str) -> None:
         vjp=program_pb2.Vjp(ys=["y"], xs=["x"]),
     )
     built = build(program.request)
-    reader = ArgumentReader(BlobReader(None))
 
-    def arguments_of(rank: int) -> list[tf.Tensor]:
+    def arguments_of(rank: int) -> list[Any]:
         call = evaluate_pb2.EvaluateRequest()
         for name, given in (("x", call.feeds), ("y", call.grad_ys)):
             value = np.ones([1] * (rank if name == deep else 1), np.float32)
             given.add(name=name).value.inline_tensor.CopyFrom(tensor_codec.to_message(value))
-        return reader.arguments(built, link_pb2.RunRequest(), call_values(call))
+        return arrays(built, call_values(call))
 
-    assert max(argument.shape.rank for argument in arguments_of(most)) == most
+    assert max(argument.ndim for argument in arguments_of(most)) == most
     with pytest.raises(GradruleError) as caught:
         arguments_of(most + 1)
     assert reason_name(caught.value.reason) == "LIMIT_EXCEEDED"
@@ -93,8 +93,10 @@ def test_forward_runs_do_not_copy_variables() -> None:
     call = evaluate_pb2.EvaluateRequest()
     call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones((2, 3), np.float32)))
     values = call_values(call)
-    x, found = ArgumentReader(BlobReader(None)).arguments(built, link_pb2.RunRequest(), values)
-    assert found is w
+    found = arrays(built, values)
+    assert found[1] is w
+    x, passed = as_tensors(found, built.function.inputs[:2])
+    assert passed is w
     # The message's memory may be freed after the call.
     assert not np.shares_memory(np.frombuffer(values, np.uint8), x.numpy())
 
@@ -110,8 +112,14 @@ def test_calls_know_the_values_of_variables_without_comparing_them() -> None:
     built = build(request, [w])
     call = evaluate_pb2.EvaluateRequest()
     call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones((2, 3), np.float32)))
-    found = arrays(built, call_values(call))
-    assert [built.feed_plan.is_default(index, value) for index, value in enumerate(found)] == [False, True]
+    keys = []
+    for factor in (1, 2):
+        value = np.full((2, 3), factor, np.float32)
+        call.feeds[0].value.inline_tensor.CopyFrom(tensor_codec.to_message(value))
+        found = arrays(built, call_values(call))
+        assert found[1] is w
+        keys.append(group_key_for(built, MergedRuns(frozenset({0}), ["y"]), found))
+    assert keys == [((3,),), ((3,),)]
 
 
 def pair() -> BuiltProgram:

@@ -121,7 +121,7 @@ def test_repeated_small_call_runs_through_few_modules(ends: tuple[FrameSocket, F
     finally:
         sys.setprofile(before)
     assert [_answer(front).kind for _ in range(3)] == [Kind.COMPILED, Kind.RAN, Kind.RAN]
-    assert files == {"service.py", "run.py", "arguments.py", "program.py", "response_writer.py"}
+    assert files == {"service.py", "run.py", "arguments.py", "program.py", "response_writer.py", "derivatives.py"}
 
 
 def test_a_program_with_an_override_without_effect_is_refused_and_not_kept(

@@ -44,7 +44,7 @@ class Engine:
     def __init__(self, built: BuiltProgram) -> None:
         reader = ArgumentReader(BlobReader(None))
         forward_runs = ForwardRuns(reader)
-        self.sessions = Sessions(reader, VariableCache(BlobReader(None)), lambda _: built, forward_runs, "CPU:0")
+        self.sessions = Sessions(reader, VariableCache(BlobReader(None)), lambda _: built, forward_runs)
         shape = tensor_codec.shape_message(W.shape)
         value = link_pb2.BoundVariable(spec=tensor_pb2.TensorSpec(name="w", dtype=tensor_pb2.DT_FLOAT, shape=shape))
         value.value.inline_tensor.CopyFrom(tensor_codec.to_message(W))
@@ -97,8 +97,8 @@ def test_a_step_is_one_run_of_a_session_and_one_function(calls: list[type]) -> N
     state = {"w": tf.constant(W)}
     call = evaluate_pb2.EvaluateRequest()
     call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(X))
-    found = ArgumentReader(BlobReader(None)).arguments(built, link_pb2.RunRequest(), call_values(call), state)
-    assert any(value is state["w"] for value in found)
+    found = ArgumentReader(BlobReader(None)).read(built, link_pb2.RunRequest(), call_values(call), state)
+    assert any(value is state["w"] for value in found.values)
 
 
 def test_results_of_a_session_become_tensors_without_a_copy() -> None:

@@ -16,7 +16,6 @@ from gradrule_server.engine.batching.merging import (
     count_examples,
     group_key_for,
     padded_size,
-    run_on_arrays,
     run_together,
     split_calls,
 )
@@ -72,16 +71,8 @@ class BatchRunner:
                 notice.key = request.key
                 built = self._find_program(request.key)
                 started_ns = time.monotonic_ns()
-                opened = self._reader.open(built, received.values)
-                call = BatchedCall(
-                    request_id,
-                    received.received_ns,
-                    started_ns,
-                    self._reader.arrays(built, request, opened),
-                    packing=opened.layout.packing,
-                    answer_area=opened.answer_area,
-                )
-                calls.append(_with_group(built, call))
+                given = self._reader.read(built, request, received.values)
+                calls.append(_with_group(built, BatchedCall(request_id, received.received_ns, started_ns, given)))
         if built is not None:
             self._run(built, calls, most, notice)
 
@@ -132,22 +123,14 @@ class BatchRunner:
     def _answer_alone(self, built: BuiltProgram, call: BatchedCall) -> Arrays | None:
         """Runs and answers one call; returns its results, None if it failed."""
         with self._answering(call.request_id):
-            results = run_on_arrays(built, call.arguments)
+            results = built.run(call.arguments)
             self._answer(built, call, results, 0)
             return results
         return None
 
     def _answer(self, built: BuiltProgram, call: BatchedCall, results: Arrays, batch_size: int) -> None:
         with self._answering(call.request_id):
-            answer = respond(
-                built,
-                results,
-                call.received_ns,
-                call.started_ns,
-                batch_size,
-                packing=call.packing,
-                answer_area=call.answer_area,
-            )
+            answer = respond(built, results, call.given, call.received_ns, call.started_ns, batch_size)
             self._frames.send(Kind.RAN, call.request_id, answer)
 
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import tensorflow as tf
 
-from gradrule.common.tensor_packing import Packing
 from gradrule.v1 import errors_pb2
-from gradrule_server.engine.client_memory import AnswerArea
+from gradrule_server.engine.arguments import CallArguments
 from gradrule_server.engine.derivatives import WIDTHS
 from gradrule_server.engine.program import Arrays, BuiltProgram
-from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 from gradrule_server.errors import GradruleError, error
 
 _log = logging.getLogger(__name__)
@@ -44,17 +43,19 @@ class BatchedCall:
     """The arguments of one request.
 
     examples: number of rows on axis 0; 0: it cannot run with others. group_key: calls with equal keys can run together.
-    packing: how its answer is packed. answer_area: shared memory for large results.
     """
 
     request_id: int
     received_ns: int
     started_ns: int
-    arguments: Arrays
+    given: CallArguments
     examples: int = 0
     group_key: Hashable = None
-    packing: Packing | None = None
-    answer_area: AnswerArea | None = None
+
+    @property
+    def arguments(self) -> Arrays:
+        """The arguments of the built function."""
+        return self.given.values
 
 
 @dataclass(slots=True)
@@ -147,17 +148,10 @@ def group_key_for(built: BuiltProgram, runs: MergedRuns, arguments: Arrays) -> H
     for index, argument in enumerate(arguments):
         if index in runs.merged:
             key.append(argument.shape[1:])
-        elif not (_is_unused(built, index) or built.feed_plan.is_default(index, argument)):
+        elif not (_is_unused(built, index) or isinstance(argument, tf.Tensor)):
+            # A kept tensor is the same in all calls.
             key.append((index, _identity(argument)))
     return tuple(key)
-
-
-def run_on_arrays(built: BuiltProgram, arguments: Arrays) -> Arrays:
-    """Runs a built function; returns its results. Translates the errors of TensorFlow."""
-    try:
-        return built.call(arguments)
-    except TENSORFLOW_ERRORS as cause:
-        raise translate_error(cause, built.naming_run(arguments), built.inputs_of) from cause
 
 
 def run_together(
@@ -179,7 +173,7 @@ def run_together(
         if missing_rows:
             parts.append(_padding_rows(parts[-1], missing_rows, other_values=other_values))
         arguments.append(np.concatenate(parts))
-    results = run_on_arrays(built, arguments)
+    results = built.run(arguments)
     for name, result in zip(runs.names, results, strict=True):
         if np.shape(result)[:1] != (size,):
             raise ValueError(f"{name} has the shape {np.shape(result)}, not one row for each of {size} examples")

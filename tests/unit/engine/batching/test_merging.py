@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
+from gradrule_server.engine.arguments import CallArguments
 from gradrule_server.engine.batching.merging import (
     COMPARED_RUNS,
     BatchedCall,
@@ -18,7 +19,6 @@ from gradrule_server.engine.batching.merging import (
     group_key_for,
     is_close,
     padded_size,
-    run_on_arrays,
     run_together,
 )
 from gradrule_server.engine.build import build
@@ -53,7 +53,7 @@ def calls_of(
         ]
         arguments = [*(np.asarray(value, np.float32) for value in given), *params]
         examples, group_key = count_examples(built, runs, arguments), group_key_for(built, runs, arguments)
-        calls.append(BatchedCall(number, 0, 0, arguments, examples, group_key))
+        calls.append(BatchedCall(number, 0, 0, CallArguments(arguments), examples, group_key))
     return calls
 
 
@@ -65,7 +65,7 @@ def test_merged_calls_get_the_answers_of_single_calls(name: str) -> None:
     assert [call.examples for call in calls] == [1, 3, 1]
     assert len({call.group_key for call in calls}) == 1
     together = run_together(built, runs, calls, 6)
-    alone = [run_on_arrays(built, call.arguments) for call in calls]
+    alone = [built.run(call.arguments) for call in calls]
     for ours, theirs in zip(alone, together, strict=True):
         assert all(is_close(a, b, 256, 0.01) for a, b in zip(ours, theirs, strict=True))
     for _ in range(COMPARED_RUNS):
@@ -79,10 +79,10 @@ def test_comparison_with_single_runs_detects_mixing(name: str) -> None:
     case = MIXING[name]
     built, runs, params = built_of(case)
     calls = calls_of(case, built, runs, params, (1, 1))
-    runs.compare(built, calls, [run_on_arrays(built, call.arguments) for call in calls])
+    runs.compare(built, calls, [built.run(call.arguments) for call in calls])
     assert case.why in runs.refusal
     for _ in range(COMPARED_RUNS):
-        runs.compare(built, calls[:1], [run_on_arrays(built, calls[0].arguments)])
+        runs.compare(built, calls[:1], [built.run(calls[0].arguments)])
     assert not runs.are_equal
 
 

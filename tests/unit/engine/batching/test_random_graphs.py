@@ -10,7 +10,7 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import program_pb2
-from gradrule_server.engine.batching.merging import COMPARED_RUNS, is_close, run_on_arrays, run_together
+from gradrule_server.engine.batching.merging import COMPARED_RUNS, is_close, run_together
 from tests.unit.engine.batching.programs import Case
 from tests.unit.engine.batching.test_merging import built_of, calls_of
 
@@ -113,7 +113,7 @@ def test_random_graphs(seed: int) -> None:
     case, mixes = case_of(seed)
     built, runs, params = built_of(case)
     calls = calls_of(case, built, runs, params, (1, 2, 4))
-    alone = [run_on_arrays(built, call.arguments) for call in calls]
+    alone = [built.run(call.arguments) for call in calls]
     for _ in range(COMPARED_RUNS):
         runs.compare(built, calls, alone)
     if not runs.are_equal:
