@@ -12,7 +12,7 @@ from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import FeedPlan
 from gradrule_server.engine.backward import TwoPartProgram
-from gradrule_server.engine.batching.merging import create_merged_runs
+from gradrule_server.engine.batching import create_merged_runs
 from gradrule_server.engine.checks import check_ops
 from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.jit import XlaCall, check_xla

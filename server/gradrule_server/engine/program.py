@@ -20,7 +20,7 @@ from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 if TYPE_CHECKING:
     from gradrule_server.engine.arguments import FeedPlan
     from gradrule_server.engine.backward import TwoPartProgram
-    from gradrule_server.engine.batching.merging import MergedRuns
+    from gradrule_server.engine.batching import MergedRuns
     from gradrule_server.engine.derivatives import DerivativeLayout
     from gradrule_server.engine.jit import XlaCall
 

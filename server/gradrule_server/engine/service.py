@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.batching.batch_runner import BatchRunner
+from gradrule_server.engine.batching import BatchRunner
 from gradrule_server.engine.build import build
 from gradrule_server.engine.client_memory import AttachedMemories
 from gradrule_server.engine.description import describe

@@ -17,7 +17,7 @@ from gradrule.common.tensor_packing import Packing, pack
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 from gradrule_server.engine import arguments
 from gradrule_server.engine.arguments import ArgumentReader, parts_of
-from gradrule_server.engine.batching.merging import MergedRuns, group_key_for
+from gradrule_server.engine.batching import MergedRuns, group_key_for
 from gradrule_server.engine.build import build
 from gradrule_server.engine.client_memory import AttachedMemories
 from gradrule_server.engine.program import BuiltProgram, as_tensors

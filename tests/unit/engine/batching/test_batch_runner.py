@@ -12,10 +12,9 @@ import pytest
 import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
+from gradrule_server.engine import batching
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.batching import batch_runner, merging
-from gradrule_server.engine.batching.batch_runner import BatchRunner
-from gradrule_server.engine.batching.merging import COMPARED_RUNS
+from gradrule_server.engine.batching import COMPARED_RUNS, BatchRunner
 from gradrule_server.engine.build import build
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.tensor_sources import BlobReader
@@ -116,7 +115,7 @@ def test_failed_comparison_leaves_all_requests_answered(monkeypatch: pytest.Monk
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(merging, "run_together", fails)
+    monkeypatch.setattr(batching, "run_together", fails)
     engine = Engine(quotient())
     # A run has at most two examples, so there are two runs.
     assert engine.run([1], [2], [3], [4], most=2).outcome == REFUSED
@@ -130,7 +129,7 @@ def test_failed_batch_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     engine = Engine(quotient())
     engine.compare()
-    monkeypatch.setattr(batch_runner, "run_together", fails)
+    monkeypatch.setattr(batching, "run_together", fails)
     assert engine.run([1], [2]).outcome == REFUSED
     assert engine.results() == {0: [12], 1: [6]}
 

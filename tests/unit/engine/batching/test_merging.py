@@ -11,7 +11,7 @@ import pytest
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import CallArguments
-from gradrule_server.engine.batching.merging import (
+from gradrule_server.engine.batching import (
     COMPARED_RUNS,
     BatchedCall,
     MergedRuns,

@@ -10,7 +10,7 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import program_pb2
-from gradrule_server.engine.batching.merging import COMPARED_RUNS, is_close, run_together
+from gradrule_server.engine.batching import COMPARED_RUNS, is_close, run_together
 from tests.unit.engine.batching.programs import Case
 from tests.unit.engine.batching.test_merging import built_of, calls_of
 

@@ -1,1 +1,0 @@
-"""Runs several calls of one program as one (dynamic batching) where the program declares it."""
