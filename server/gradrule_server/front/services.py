@@ -214,14 +214,14 @@ class BlobServicer:
         return {"UploadBlob": (blob_pb2.UploadBlobRequest, self.upload)}
 
     async def find_missing(self, call: Call[blob_pb2.FindMissingBlobsRequest]) -> blob_pb2.FindMissingBlobsResponse:
-        names = call.request.sha256
+        names, blobs = call.request.sha256, call.tenant.blobs
         if len(names) > _MAX_BLOB_NAMES:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
                 f"{len(names)} hashes are more than the {_MAX_BLOB_NAMES} that one request may hold",
                 field="sha256",
             )
-        return blob_pb2.FindMissingBlobsResponse(missing=await asyncio.to_thread(call.tenant.blobs.missing, names))
+        return blob_pb2.FindMissingBlobsResponse(missing=await blobs.look_up(lambda: blobs.missing(names)))
 
     async def upload(self, call: Upload[blob_pb2.UploadBlobRequest]) -> blob_pb2.UploadBlobResponse:
         first = await anext(call.messages, None)

@@ -325,7 +325,8 @@ class _WorkerQuestions:
                 return link_pb2.Answer(fault=fault_message(unknown))
             case "blob_sizes":
                 names = list(question.blob_sizes.names)
-                return link_pb2.Answer(sizes=await asyncio.to_thread(self._blobs.sizes, names))
+                sizes = await self._blobs.look_up(lambda: self._blobs.sizes(names))
+                return link_pb2.Answer(sizes=sizes)
             case "blob":
                 await self._pin(question.blob)
                 return link_pb2.Answer()

@@ -169,10 +169,14 @@ class BlobStore:
     def missing(self, names: Iterable[str]) -> list[str]:
         """Returns the blobs that are missing, each once; marks the others as used. Raises MALFORMED_REQUEST.
 
-        The hash of a blob that was not used since the start is not verified here, but at its first use.
+        The hash of a blob that was not used since the start is not verified here, but at its first use. While an object
+        store is away, it raises UNAVAILABLE unless all blobs are in the cache.
         """
         wanted = valid_names(names)
         return [name for name in wanted if not self._is_present(name)]
+
+    def require_stored(self, names: Iterable[str]) -> None:
+        """Raises BLOB_NOT_FOUND unless all blobs are where other servers find them, and UNAVAILABLE."""
 
     def size(self, name: str) -> int:
         """Returns the size of a blob in bytes. Raises BLOB_NOT_FOUND."""
@@ -261,6 +265,10 @@ class BlobStore:
             yield
         finally:
             self.unpin(wanted)
+
+    async def look_up(self, function: Callable[[], T]) -> T:
+        """Runs `missing` or `sizes` in a thread."""
+        return await asyncio.to_thread(function)
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Runs a method of an upload in a thread."""

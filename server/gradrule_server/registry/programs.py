@@ -16,7 +16,6 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
-from gradrule_server.policy import missing_blobs
 from gradrule_server.quotas import Quota
 from gradrule_server.registry import page_tokens
 from gradrule_server.registry.blobs import BlobStore, folder_name
@@ -160,9 +159,7 @@ class ProgramRegistry:
                 field="spec.graph",
             )
         blobs = variable_blobs(spec)
-        # Of shared blobs, a copy in the cache does not show that the blob itself is still stored.
-        if lost := self._blobs.missing(blobs):
-            raise missing_blobs(lost)
+        self._blobs.require_stored(blobs)
         with self._blobs.pinned(blobs):
             if not self._store.add_program(row, content, self._tenant, quotas=self._quotas):
                 # Another caller was faster.

@@ -30,6 +30,8 @@ _CONNECT_S = 5
 _READ_S = 15
 # Includes further attempts after an error of the connection or of the service.
 _REQUEST_S = 30.0
+# Longest time to learn whether an object exists: callers wait for it before they use what is in the cache.
+_HEAD_S = 10.0
 _ATTEMPTS = 3
 # Slowest upload that is waited for, bytes a second.
 _MIN_RATE = 1 << 20
@@ -129,7 +131,7 @@ class S3Objects:
     def find(self, keys: Iterable[str]) -> dict[str, StoredObject]:
         wanted = list(keys)
         rounds = 1 + len(wanted) // _HEADS_AT_ONCE
-        return {item.key: item for item in self._run(self._find, wanted, timeout=rounds * _REQUEST_S) if item}
+        return {item.key: item for item in self._run(self._find, wanted, timeout=rounds * _HEAD_S) if item}
 
     async def _find(self, keys: list[str]) -> list[StoredObject | None]:
         slots = asyncio.Semaphore(_HEADS_AT_ONCE)

@@ -159,6 +159,16 @@ class _Shared:
         self.cache_use = BlobCacheUse()
         self.warning = RepeatedWarning(_log)
 
+    async def in_slot(self, folder: str, function: Callable[[], T]) -> T:
+        """Returns what a function returns that waits for the object store; runs it in a thread, a few at a time.
+
+        A function that runs keeps its slot until it ends, also if its caller gives up.
+        """
+        async with contextlib.AsyncExitStack() as slot:
+            await slot.enter_async_context(self._fetch_slots.hold_in_task(folder))
+            running = asyncio.create_task(_run_in(slot.pop_all(), function))
+        return await asyncio.shield(running)
+
     async def fetch(self, key: BlobKey, download: Callable[[], None]) -> None:
         """Waits until a blob is fetched: once for all that wait, and a few blobs at a time.
 
@@ -170,14 +180,10 @@ class _Shared:
         """
         running = self._fetches.get(key)
         if running is None:
-            running = self._fetches[key] = asyncio.create_task(self._fetch(key[0], download), name="fetch-blob")
+            running = self._fetches[key] = asyncio.create_task(self.in_slot(key[0], download), name="fetch-blob")
             running.add_done_callback(lambda _: self._fetches.pop(key))
         # A caller that is cancelled must not cancel the fetch for others.
         await asyncio.shield(running)
-
-    async def _fetch(self, folder: str, download: Callable[[], None]) -> None:
-        async with self._fetch_slots.hold_in_task(folder):
-            await run_in_own_thread("fetch-blob", download)
 
     @contextlib.contextmanager
     def counted_fetch(self) -> Iterator[None]:
@@ -205,6 +211,11 @@ class _Shared:
                 retry_after_s=_RETRY_AFTER_S,
             ) from cause
         self.warning.report(None)
+
+
+async def _run_in(slot: contextlib.AsyncExitStack, function: Callable[[], T]) -> T:
+    async with slot:
+        return await run_in_own_thread("object-store", function)
 
 
 class SharedBlobStore(BlobStore):
@@ -261,7 +272,22 @@ class SharedBlobStore(BlobStore):
 
     def missing(self, names: Iterable[str]) -> list[str]:
         wanted = valid_names(names)
-        found = self._find(wanted)
+        try:
+            return self._renew(wanted)
+        except GradruleError:
+            # Calls of blobs in the cache go on while the object store is away.
+            if all(map(self._is_present, wanted)):
+                return []
+            raise
+
+    def require_stored(self, names: Iterable[str]) -> None:
+        # Not those of the cache: other servers need the objects.
+        if missing := self._renew(valid_names(names)):
+            raise missing_blobs(missing)
+
+    def _renew(self, names: Sequence[str]) -> list[str]:
+        """Renews those objects of blobs that are old; returns the blobs that have none. Raises UNAVAILABLE."""
+        found = self._find(names)
         with self._shared.reaching_objects():
             for item in list(found.values()):
                 if time.time() - item.modified_s > _RENEW_AFTER_S:
@@ -270,7 +296,7 @@ class SharedBlobStore(BlobStore):
                     except ObjectNotFoundError:
                         # Deleted just now.
                         found.pop(item.key.rpartition("/")[2])
-        return [name for name in wanted if name not in found]
+        return [name for name in names if name not in found]
 
     def _find(self, names: Iterable[str]) -> dict[str, StoredObject]:
         """Returns the objects of those blobs that are stored, by name. Raises UNAVAILABLE."""
@@ -334,6 +360,9 @@ class SharedBlobStore(BlobStore):
         finally:
             self.maintain()
 
+    async def look_up(self, function: Callable[[], T]) -> T:
+        return await self._shared.in_slot(self.folder_name, function)
+
     async def in_thread(self, function: Callable[[], T]) -> T:
         # Not in the threads of `asyncio.to_thread`: a slow object store would leave none for other work.
         return await run_in_own_thread("blob-upload", function)
@@ -359,53 +388,50 @@ class SharedBlobStore(BlobStore):
 
     async def _fetch(self, names: Sequence[str]) -> None:
         """Fetches blobs into the cache. Raises BLOB_NOT_FOUND with all that are not stored."""
-        if not names:
-            return
-        found = await asyncio.to_thread(self._find, names)
-        missing = [name for name in names if name not in found]
+        fetches = (
+            self._shared.fetch((self.folder_name, name), functools.partial(self._download, name)) for name in names
+        )
+        missing = []
+        for name, failure in zip(names, await asyncio.gather(*fetches, return_exceptions=True), strict=True):
+            if isinstance(failure, GradruleError) and failure.reason == errors_pb2.ERROR_REASON_BLOB_NOT_FOUND:
+                missing.append(name)
+            elif failure is not None:
+                raise failure
         if missing:
             raise missing_blobs(missing)
-        fetches = (
-            self._shared.fetch((self.folder_name, name), functools.partial(self._download, name, item))
-            for name, item in found.items()
-            # Another call may have fetched it meanwhile.
-            if name not in self._own.files
-        )
-        for failure in await asyncio.gather(*fetches, return_exceptions=True):
-            if failure is not None:
-                raise failure
 
-    def _download(self, name: str, item: StoredObject) -> None:
+    def _download(self, name: str) -> None:
         """Copies a blob into the cache. Raises BLOB_NOT_FOUND if its object is damaged or missing."""
-        with self._shared.counted_fetch(), self._shared.reaching_objects():
+        shared = self._shared
+        if (item := self._find([name]).get(name)) is None:
+            raise missing_blobs([name])
+        with shared.counted_fetch(), shared.reaching_objects():
             for _ in range(_READ_ATTEMPTS):
                 incoming = Upload(self, name, is_copy=True)
                 try:
-                    for piece in read_object(self._shared.objects, item.key, item.size):
+                    for piece in read_object(shared.objects, item.key, item.size):
                         incoming.write(piece)
-                        with self._shared.lock:
-                            self._shared.cache_use.fetched_bytes += len(piece)
+                        with shared.lock:
+                            shared.cache_use.fetched_bytes += len(piece)
                     if incoming.is_valid:
                         incoming.finish()
-                        with self._shared.lock:
-                            self._shared.cache_use.fetches += 1
+                        with shared.lock:
+                            shared.cache_use.fetches += 1
                         return
                 except ObjectNotFoundError:
-                    problem = "is missing"
-                    break
+                    # Deleted just now.
+                    raise missing_blobs([name]) from None
                 finally:
                     incoming.close()
-            else:
-                problem = "is damaged: its bytes do not have the SHA-256 in its name"
-            check_owner(self._shared.objects, self._shared.registry_id)
+            check_owner(shared.objects, shared.registry_id)
             _log.warning(
-                "the object %s in %s %s; calls that need the blob ask clients to upload it again",
+                "the object %s in %s is damaged: its bytes do not have the SHA-256 in its name; calls that need the "
+                "blob ask clients to upload it again",
                 item.key,
-                self._shared.objects.url,
-                problem,
+                shared.objects.url,
             )
-            self._shared.objects.delete(item.key)
-            self._shared.usage.release(self.folder_name, counted_bytes(item.size))
+            shared.objects.delete(item.key)
+            shared.usage.release(self.folder_name, counted_bytes(item.size))
             raise missing_blobs([name])
 
     def maintain(self) -> None:

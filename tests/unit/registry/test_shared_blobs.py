@@ -23,7 +23,13 @@ from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS, StoreError
 from gradrule_server.registry.object_store import MARKER, FolderObjects, ObjectStoreError, open_object_store
 from gradrule_server.registry.programs import NeededBlobs, ProgramRegistry
-from gradrule_server.registry.shared_blobs import BlobUsage, SharedBlobStore, _blob_objects, collect
+from gradrule_server.registry.shared_blobs import (
+    MAX_TRANSFERS,
+    BlobUsage,
+    SharedBlobStore,
+    _blob_objects,
+    collect,
+)
 from gradrule_server.registry.store import Store
 from tests.stores import folder_url, open_blobs
 from tests.unit.registry.test_blobs import PAGE, damage, name_of, put, refusal
@@ -235,6 +241,53 @@ async def test_cached_blobs_work_while_the_object_store_hangs_or_is_away(
     monkeypatch.undo()
     assert await content(grace, third) == b"third"
     assert grace.missing([cached, other, third]) == []
+
+
+def test_blobs_in_the_cache_are_known_while_the_object_store_is_away(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada = servers.open("ada")
+    cached, other = put(ada, WEIGHTS), put(servers.open("grace"), b"other")
+    programs = ProgramRegistry(servers.store, ada)
+
+    def away(*_: object) -> None:
+        raise ObjectStoreError("away")
+
+    with monkeypatch.context() as patch:
+        patched(patch, "find", away)
+        assert ada.missing([cached]) == []
+        assert reason_name(refusal(ada.missing, [cached, other]).reason) == "UNAVAILABLE"
+        # Other servers would need the object.
+        assert reason_name(refusal(create, programs, "early", cached).reason) == "UNAVAILABLE"
+    assert ada.missing([cached, other]) == []
+    create(programs, "late", cached)
+
+
+async def test_few_lookups_wait_for_an_object_store_that_hangs(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = servers.open("ada")
+    started, may_go_on = threading.Semaphore(0), threading.Event()
+
+    def hang(self: FolderObjects, keys: Any) -> dict[str, Any]:
+        started.release()
+        may_go_on.wait(20)
+        return {}
+
+    patched(monkeypatch, "find", hang)
+    calls = [asyncio.create_task(blobs.look_up(lambda: blobs.missing(["0" * 64]))) for _ in range(20)]
+    for _ in range(MAX_TRANSFERS):
+        await asyncio.to_thread(started.acquire)
+    # Calls that give up at their deadlines: those that wait for a slot start nothing, the others keep theirs.
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    later = asyncio.create_task(blobs.look_up(lambda: blobs.missing(["1" * 64])))
+    await asyncio.sleep(0)
+    assert blobs._shared._fetch_slots.waiting == 1
+    assert not started.acquire(blocking=False)
+    may_go_on.set()
+    assert await later == ["1" * 64]
 
 
 async def test_use_of_the_cache_is_counted(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
