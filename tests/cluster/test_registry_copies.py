@@ -21,7 +21,7 @@ from gradrule_server.registry.shared_blobs import open_shared_blobs
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 from tests.cluster.postgres import PASSWORD, USER, PostgresServer
 from tests.unit.registry.rows import execute, kept_bytes
-from tests.unit.registry.version_1 import version_1
+from tests.unit.registry.version_2 import version_2
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy").SerializeToString()
 WEIGHTS = b"weights"
@@ -162,7 +162,7 @@ def test_backup_does_not_migrate(
 def test_registry_of_an_older_release_is_copied(database_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "old"
     folder.mkdir()
-    version_1(folder, b"")
+    version_2(folder, b"")
     assert run(["copy", str(folder), database_url, "--data-dir", str(tmp_path / "shared")]) == 0
     with opened(tmp_path / "shared", database_url) as store:
         assert [row.name for row in store.rules()] == ["Q"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import gradrule as gr
 from gradrule.v1 import blob_pb2_grpc
 from tests.cluster.s3 import SECRET, S3Server
 from tests.service.answers import refused_raw
-from tests.service.servers import RunningServer, running_server, serve_command, server_environment
+from tests.service.servers import RunningServer, running_server
 from tests.service.test_blobs import ON_DISK, WEIGHTS, X, blob_name, model, pieces
 from tests.waiting import wait_until
 
@@ -108,34 +106,3 @@ def test_killed_server_loses_no_blob_and_its_upload_is_cleaned_up(pair: Pair, s3
     with running_server(pair.data_dirs[0], pair.flags, s3.environment) as again, gr.connect(again.target) as one:
         assert one.program("after").evaluate({"x": X}).outputs["y"] == pytest.approx((X @ (WEIGHTS + 1)).sum(), 1e-4)
         assert one.find_missing_blobs([name, blob_name(half)]) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_server_that_ends_while_it_moves_blobs_loses_none(
-    tmp_path: Path, s3: S3Server, bucket: str, database_url: str, number: signal.Signals
-) -> None:
-    contents = [b"blob %d" % index for index in range(8)]
-    with running_server(tmp_path) as before, gr.connect(before.target) as client:
-        names = [client.upload(content) for content in contents]
-    data_dir, log = tmp_path / "registry", tmp_path / "log"
-    flags = ("--blobs", f"s3://{bucket}", "--registry", database_url)
-    command = serve_command("--port", "0", "--data-dir", str(data_dir), *flags)
-    with ExitStack() as stack:
-        output = stack.enter_context(log.open("wb"))
-        stack.callback(setattr, s3.proxy, "delay_s", 0.0)
-        s3.proxy.delay_s = 0.2
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=server_environment(s3.environment))
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        wait_until(lambda: len(s3.keys(bucket)) > 2 or None, f"moved blobs (log: {log})", 60)
-        stack.enter_context(s3.proxy.frozen())
-        wait_until(lambda: s3.proxy.held or None, "an upload that is held up")
-        process.send_signal(number)
-        # The server would wait for the object store for 30 s.
-        assert process.wait(10) == (0 if number == signal.SIGTERM else -number)
-    assert "Traceback" not in log.read_text()
-    assert any((data_dir / "blobs").iterdir()), "all blobs were moved before the signal"
-    with running_server(tmp_path, flags, s3.environment) as after, gr.connect(after.target) as client:
-        assert client.find_missing_blobs(names) == []
-    stored = [s3.client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in s3.keys(bucket)]
-    assert set(contents) <= set(stored)

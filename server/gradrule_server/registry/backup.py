@@ -54,7 +54,7 @@ from gradrule_server.registry.object_store import (
 from gradrule_server.registry.programs import NeededBlobs, read_spec, read_summary, variable_blobs
 from gradrule_server.registry.rule_entries import read_rule
 from gradrule_server.registry.schema import copy_database, write_meta
-from gradrule_server.registry.shared_blobs import BlobUsage, collect, find_object, object_key
+from gradrule_server.registry.shared_blobs import BlobUsage, collect, object_key
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError
 from gradrule_server.rules.signature import count_noun
 
@@ -310,12 +310,13 @@ def _read_blob(
         size = os.fstat(file.fileno()).st_size
         pieces = _chunks(file)
     else:
-        item = find_object(objects, folder, name)
+        key = object_key(folder, name)
+        item = objects.find([key]).get(key)
         if item is None:
             report.missing.add((tenant, name))
             return
         size = item.size
-        pieces = read_object(objects, item.key, size)
+        pieces = read_object(objects, key, size)
 
     def verified() -> Iterator[bytes]:
         digest = hashlib.sha256()

@@ -98,7 +98,7 @@ def refuse_lost_database(folder: Path, problem: str) -> None:
         problem: What is wrong with the database: `missing` or `empty`.
     """
     traces = [MARKER] if (folder / MARKER).exists() else []
-    if _has_blobs(folder / BLOBS):
+    if has_blobs(folder / BLOBS):
         traces.append(f"{BLOBS}/")
     if traces:
         raise StoreError(
@@ -218,7 +218,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _has_blobs(folder: Path) -> bool:
+def has_blobs(folder: Path) -> bool:
     """Returns whether the folder of blobs, or a tenant's folder in it, holds a file."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return any(file for _, _, files in os.walk(folder) for file in files)

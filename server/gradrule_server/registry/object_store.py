@@ -68,11 +68,8 @@ class ObjectStore(Protocol):
     def find(self, keys: Iterable[str]) -> dict[str, StoredObject]:
         """Returns those of the objects that exist, by key."""
 
-    def move(self, key: str, to: str) -> None:
-        """Gives an object another key, in place of the object that has it; its own key: only renews its time.
-
-        Raises `ObjectNotFoundError`.
-        """
+    def renew(self, key: str) -> None:
+        """Sets the time of an object to now. Raises `ObjectNotFoundError`."""
 
     def delete(self, key: str) -> None:
         """Deletes an object. Does nothing if there is none."""
@@ -141,10 +138,9 @@ class FolderObjects:
             found[key] = StoredObject(key, stat.st_size, stat.st_mtime)
         return found
 
-    def move(self, key: str, to: str) -> None:
+    def renew(self, key: str) -> None:
         try:
-            (self._folder / key).rename(self._folder / to)
-            os.utime(self._folder / to)
+            os.utime(self._folder / key)
         except FileNotFoundError as cause:
             raise ObjectNotFoundError(key) from cause
         except OSError as cause:

@@ -40,7 +40,7 @@ _PART_BYTES = 8 << 20
 _PARTS_AT_ONCE = 2
 _HEADS_AT_ONCE = 32
 # A copy of up to 5 GB is one request, which the service works on.
-_MOVE_S = 300.0
+_COPY_S = 300.0
 
 # At the level debug they log headers of requests, which may hold session tokens.
 _LOGGERS_OF_REQUESTS = ("aiobotocore", "botocore", "s3fs", "fsspec", "asyncio")
@@ -149,17 +149,15 @@ class S3Objects:
 
         return await asyncio.gather(*map(find, keys))
 
-    def move(self, key: str, to: str) -> None:
-        copy = self._files._cp_file
+    def renew(self, key: str) -> None:
+        path = self._path(key)
         # S3 copies an object to its own key only if something is to change.
         try:
-            self._run(copy, self._path(key), self._path(to), MetadataDirective="REPLACE", timeout=_MOVE_S)
+            self._run(self._files._cp_file, path, path, MetadataDirective="REPLACE", timeout=_COPY_S)
         except ObjectStoreError as cause:
             if isinstance(cause.__cause__, FileNotFoundError):
                 raise ObjectNotFoundError(key) from cause
             raise
-        if to != key:
-            self.delete(key)
 
     def delete(self, key: str) -> None:
         try:

@@ -1,7 +1,7 @@
 """Declares the tables of the registry's database, migrates those of older releases, and copies SQLite databases.
 
 Both databases have the same tables and versions. A migration is one transaction. SQLite keeps a copy of the old
-database beside the file, for example as `gradrule.db.v1`, for an older server to use.
+database beside the file, for example as `gradrule.db.v2`, for an older server to use.
 """
 
 from __future__ import annotations
@@ -148,13 +148,12 @@ def migrate(connection: Connection, version: str | None, before: Callable[[int],
         version: The version of the tables.
         before: Called with the old version, before anything is changed.
     """
-    steps = _STEPS[connection.dialect.name]
-    if version is None or not version.isdecimal() or int(version) not in steps:
+    if version is None or not version.isdecimal() or int(version) not in _STEPS:
         return False
     before(int(version))
     metadata.create_all(connection)
     for number in range(int(version), SCHEMA_VERSION):
-        for statement in steps[number]:
+        for statement in _STEPS[number]:
             connection.exec_driver_sql(statement)
     write_meta(connection, "schema_version", str(SCHEMA_VERSION))
     return True
@@ -192,39 +191,7 @@ def copy_database(path: Path, to: Path) -> None:
     sync_to_disk(to.parent)
 
 
-_SQLITE_STEPS: Mapping[int, tuple[str, ...]] = {
-    # Version 2 has tenants; all existing rows belong to `default`.
-    1: (
-        "DROP INDEX ix_programs_graph_digest",
-        "ALTER TABLE rules RENAME TO rules_1",
-        "ALTER TABLE blobs RENAME TO blobs_1",
-        "ALTER TABLE programs RENAME TO programs_1",
-        "CREATE TABLE rules (tenant VARCHAR NOT NULL, name VARCHAR NOT NULL, definition BLOB NOT NULL, "
-        "description VARCHAR NOT NULL, create_time_us INTEGER NOT NULL, PRIMARY KEY (tenant, name))",
-        "CREATE TABLE blobs (tenant VARCHAR NOT NULL, digest VARCHAR NOT NULL, content BLOB NOT NULL, "
-        "PRIMARY KEY (tenant, digest))",
-        "CREATE TABLE programs (tenant VARCHAR NOT NULL, id VARCHAR NOT NULL, identity VARCHAR NOT NULL, "
-        "graph_digest VARCHAR NOT NULL, spec BLOB NOT NULL, snapshot BLOB NOT NULL, summary BLOB NOT NULL, "
-        "create_time_us INTEGER NOT NULL, PRIMARY KEY (tenant, id), "
-        "FOREIGN KEY(tenant, graph_digest) REFERENCES blobs (tenant, digest))",
-        "INSERT INTO rules SELECT 'default', name, definition, description, create_time_us FROM rules_1",
-        "INSERT INTO blobs SELECT 'default', digest, content FROM blobs_1",
-        "INSERT INTO programs SELECT 'default', id, identity, graph_digest, spec, snapshot, summary, create_time_us "
-        "FROM programs_1",
-        "DROP TABLE rules_1",
-        "DROP TABLE programs_1",
-        "DROP TABLE blobs_1",
-        "CREATE INDEX ix_programs_graph ON programs (tenant, graph_digest)",
-    ),
-}
-
 # Version 3 counts in `tenant_usage`, and has no log of changes and no index of objects.
 _DROPPED = ("program_blobs", "stored_blobs", "stored_blob_totals", "changes")
-_STEPS_TO_3: Mapping[int, tuple[str, ...]] = {2: tuple(f"DROP TABLE IF EXISTS {name}" for name in _DROPPED)}
-
-# Version 2 is the first one in PostgreSQL.
-_STEPS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
-    "sqlite": {**_SQLITE_STEPS, **_STEPS_TO_3},
-    "postgresql": _STEPS_TO_3,
-}
-"""For each database and each older version: the statements that lead to the next version."""
+_STEPS: Mapping[int, tuple[str, ...]] = {2: tuple(f"DROP TABLE IF EXISTS {name}" for name in _DROPPED)}
+"""For each older version: the statements that lead to the next version."""

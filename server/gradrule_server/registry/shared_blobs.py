@@ -28,10 +28,9 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import RepeatedWarning, TenantSlots, run_in_own_thread
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy import missing_blobs
-from gradrule_server.policy.faults import BLOB_NAME
 from gradrule_server.registry.blob_index import CACHE_SETTING, BlobAmount, BlobFile, BlobKey, quota_exceeded
 from gradrule_server.registry.blobs import BlobCacheUse, BlobStore, Upload, disk_full, valid_names
-from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS, DISK_FULL_ERRORS, StoreError
+from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS, DISK_FULL_ERRORS, StoreError, has_blobs
 from gradrule_server.registry.database import Database
 from gradrule_server.registry.object_store import (
     ObjectNotFoundError,
@@ -43,7 +42,7 @@ from gradrule_server.registry.object_store import (
     open_object_store,
     read_object,
 )
-from gradrule_server.registry.schema import blob_usage, read_meta, write_meta
+from gradrule_server.registry.schema import blob_usage, read_meta
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +51,6 @@ T = TypeVar("T")
 MAX_TRANSFERS = 8
 """Number of uploads to the object store that run at a time, and of fetches."""
 
-_PIECE_BYTES = 8 << 20
 _WAIT_FOR_UPLOADS_S = 60.0
 # A blob whose bytes are wrong is read once more, because they may have been damaged on their way.
 _READ_ATTEMPTS = 2
@@ -64,12 +62,10 @@ MIN_GRACE_S = 2 * _RENEW_AFTER_S
 
 # The folder of the default tenant.
 _DEFAULT = "default"
-_OBJECT = re.compile(r"(?:(tenant-[0-9a-f]{32})|default)/([0-9a-f]{64})(-[0-9a-f]{32})?")
+_OBJECT = re.compile(r"(?:(tenant-[0-9a-f]{32})|default)/([0-9a-f]{64})")
 # How the keys of objects start.
 _STARTS = ("default/", "tenant-")
 _BLOCK = 4096
-# In the table `meta`: whether the objects have the keys of this release, and are counted.
-_KEYS, _KEYS_VERSION = "object_keys", "2"
 
 
 class BlobUsage:
@@ -85,11 +81,6 @@ class BlobUsage:
         self.limit = limit
         with database.read() as connection:
             self.registry_id = read_meta(connection, "registry_id") or ""
-
-    def is_counted(self) -> bool:
-        """Returns whether the objects have the keys of this release, and are counted."""
-        with self.database.read() as connection:
-            return read_meta(connection, _KEYS) == _KEYS_VERSION
 
     def read(self) -> dict[str, BlobAmount]:
         """Returns the amount of each folder, including running uploads."""
@@ -124,7 +115,6 @@ class BlobUsage:
             self.database.lock(connection)
             connection.execute(delete(blob_usage))
             _write_amounts(connection, amounts)
-            write_meta(connection, _KEYS, _KEYS_VERSION)
 
 
 def _read_amounts(connection: Connection) -> dict[str, BlobAmount]:
@@ -292,7 +282,7 @@ class SharedBlobStore(BlobStore):
             for item in list(found.values()):
                 if time.time() - item.modified_s > _RENEW_AFTER_S:
                     try:
-                        self._shared.objects.move(item.key, item.key)
+                        self._shared.objects.renew(item.key)
                     except ObjectNotFoundError:
                         # Deleted just now.
                         found.pop(item.key.rpartition("/")[2])
@@ -439,38 +429,6 @@ class SharedBlobStore(BlobStore):
         with contextlib.suppress(GradruleError):
             self._shared.amounts = self._shared.usage.read()
 
-    def adopt_folder(self, folder: Path) -> int:
-        """Moves the blobs of a server without an object store into the object store; returns their number.
-
-        Args:
-            folder: The folder of these blobs. Damaged blobs stay there.
-
-        Raises:
-            GradruleError: UNAVAILABLE, or QUOTA_EXCEEDED (also if the disk of the cache is full).
-        """
-        count = 0
-        found = [path for path in folder.rglob("*") if BLOB_NAME.fullmatch(path.name) is not None and path.is_file()]
-        if found:
-            _log.info("moving %d blobs from %s to %s", len(found), folder, self._shared.objects.url)
-        for path in sorted(found):
-            tenant_folder = path.parent.relative_to(folder).as_posix().removeprefix(".")
-            upload = Upload(self._in_folder(tenant_folder), path.name)
-            try:
-                with path.open("rb") as file:
-                    while piece := file.read(_PIECE_BYTES):
-                        upload.write(piece)
-                upload.finish()
-            except GradruleError as cause:
-                if cause.reason != errors_pb2.ERROR_REASON_BLOB_MISMATCH:
-                    raise
-                _log.warning("the blob %s is damaged; it is not moved to %s", path, self._shared.objects.url)
-            else:
-                path.unlink()
-                count += 1
-            finally:
-                upload.close()
-        return count
-
     def _remove_damaged(self, name: str, file: BlobFile) -> None:
         path = self.folder / name
         path.unlink()
@@ -481,13 +439,6 @@ class SharedBlobStore(BlobStore):
 def object_key(folder: str, name: str) -> str:
     """Returns the key of a blob's object. `folder`: the tenant's, see `blobs.folder_name`."""
     return f"{folder or _DEFAULT}/{name}"
-
-
-def find_object(objects: ObjectStore, folder: str, name: str) -> StoredObject | None:
-    """Returns the object of a blob, also one whose key is that of the last release; None if there is none."""
-    key = object_key(folder, name)
-    found = objects.find([key]).get(key)
-    return found or next((item for item in objects.iterate(f"{key}-") if _blob_of(item.key)), None)
 
 
 def counted_bytes(length: int) -> int:
@@ -518,11 +469,8 @@ def collect(
         GradruleError: The database cannot be used.
     """
     check_owner(objects, usage.registry_id)
-    if not usage.is_counted():
-        # No server of this release has started yet: `replace` below would mark the old keys as renamed.
-        _rename_objects(objects, usage)
     oldest_s = time.time() - max(grace_s, MIN_GRACE_S)
-    found = {key: item for item in _blob_objects(objects) if (key := _blob_of(item.key)) is not None}
+    found = dict(_blob_objects(objects))
     # Read the programs after the objects: a newer program has renewed its blobs, or has found them missing.
     kept = set(needed())
     count = size = 0
@@ -540,16 +488,12 @@ def collect(
     return count, size
 
 
-def _blob_of(key: str) -> BlobKey | None:
-    """Returns the blob of an object; None if the object is none of this program."""
-    match = _OBJECT.fullmatch(key)
-    return None if match is None else (match[1] or "", match[2])
-
-
-def _blob_objects(objects: ObjectStore) -> Iterator[StoredObject]:
-    """Yields each object that may be a blob; a bucket may have other objects besides."""
+def _blob_objects(objects: ObjectStore) -> Iterator[tuple[BlobKey, StoredObject]]:
+    """Yields each blob with its object; a bucket may have other objects besides."""
     for start in _STARTS:
-        yield from objects.iterate(start)
+        for item in objects.iterate(start):
+            if match := _OBJECT.fullmatch(item.key):
+                yield (match[1] or "", match[2]), item
 
 
 def _amounts(found: Mapping[BlobKey, StoredObject]) -> dict[str, BlobAmount]:
@@ -557,20 +501,6 @@ def _amounts(found: Mapping[BlobKey, StoredObject]) -> dict[str, BlobAmount]:
     for (folder, _), item in found.items():
         amounts[folder] = amounts.get(folder, BlobAmount()).plus(counted_bytes(item.size), 1)
     return amounts
-
-
-def _rename_objects(objects: ObjectStore, usage: BlobUsage) -> None:
-    """Gives objects of the last release, whose keys end with random digits, the keys of this one, and counts all."""
-    found: dict[BlobKey, StoredObject] = {}
-    for item in list(_blob_objects(objects)):
-        blob = _blob_of(item.key)
-        if blob is not None:
-            if item.key != (key := object_key(*blob)):
-                # Another server may have done it.
-                with contextlib.suppress(ObjectNotFoundError):
-                    objects.move(item.key, key)
-            found[blob] = item
-    usage.replace(_amounts(found))
 
 
 def open_shared_blobs(
@@ -582,7 +512,7 @@ def open_shared_blobs(
     *,
     tenant_transfers: int = MAX_TRANSFERS,
 ) -> SharedBlobStore:
-    """Opens an object store for blobs. Moves blobs of the data folder there.
+    """Opens an object store for blobs.
 
     Args:
         url: See `open_object_store`.
@@ -605,10 +535,15 @@ def open_shared_blobs(
                 "again, or until their objects are copied there",
                 objects.url,
             )
-        if is_new or not usage.is_counted():
-            _rename_objects(objects, usage)
-        blobs = SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, usage, tenant_transfers)
-        blobs.adopt_folder(data_dir / BLOBS)
+        if is_new or not usage.read():
+            # A backup may have been restored there.
+            usage.replace(_amounts(dict(_blob_objects(objects))))
+        if has_blobs(data_dir / BLOBS):
+            _log.warning(
+                "the blobs in %s are not used, because --blobs names another place; `gradrule registry copy` copies a "
+                "registry with its blobs",
+                data_dir / BLOBS,
+            )
+        return SharedBlobStore(data_dir / BLOB_CACHE, cache_bytes, objects, usage, tenant_transfers)
     except (ObjectStoreError, GradruleError) as cause:
         raise StoreError(f"--blobs {objects.url} cannot be used: {cause}") from cause
-    return blobs

@@ -42,7 +42,7 @@ from gradrule_server.rules import RuleContent
 from tests.stores import folder_url, open_blobs
 from tests.unit.registry.test_blobs import damage, name_of, put
 from tests.unit.registry.test_shared_blobs import content, create
-from tests.unit.registry.version_1 import version_1
+from tests.unit.registry.version_2 import version_2
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy").SerializeToString()
 
@@ -374,13 +374,13 @@ def test_names_of_blobs_that_are_paths_are_refused(store: Store, data: Path, tmp
     ]
 
 
-def test_registry_of_schema_1_is_copied_unchanged_and_migrated_by_restore(tmp_path: Path) -> None:
+def test_registry_of_schema_2_is_copied_unchanged_and_migrated_by_restore(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     spec = program_pb2.ProgramSpec()
+    spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name_of(b"weights"))})
+    file = version_2(data, spec.SerializeToString())
     name = put(BlobStore(data / "blobs", 1 << 20), b"weights")
-    spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
-    file = version_1(data, spec.SerializeToString())
     before = file.read_bytes()
     assert not check(RegistryPlace(data)).problems
     report = backup(RegistryPlace(data), tmp_path / "copy")

@@ -19,7 +19,7 @@ from gradrule_server.registry.backup import RegistryPlace, backup, check, create
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.data_folder import MARKER, RESERVE, StoreError
 from gradrule_server.registry.store import RuleRow, Store
-from tests.unit.registry.version_1 import DEFINITION
+from tests.unit.registry.version_2 import DEFINITION
 
 RULE = DEFINITION.SerializeToString()
 

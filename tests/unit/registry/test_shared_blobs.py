@@ -20,7 +20,7 @@ from gradrule.v1 import program_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.registry.blob_index import BlobAmount
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS, StoreError
+from gradrule_server.registry.data_folder import BLOBS, StoreError
 from gradrule_server.registry.object_store import MARKER, FolderObjects, ObjectStoreError, open_object_store
 from gradrule_server.registry.programs import NeededBlobs, ProgramRegistry
 from gradrule_server.registry.shared_blobs import (
@@ -502,31 +502,22 @@ def test_program_is_not_stored_if_its_blob_was_deleted(servers: Servers) -> None
     create(programs, "late", name)
 
 
-def test_blobs_of_the_data_folder_are_moved_to_the_object_store(servers: Servers) -> None:
+def test_blobs_of_the_data_folder_are_reported(servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
     data_dir = servers.path / "ada"
-    local = BlobStore(data_dir / BLOBS, 1 << 20)
-    first, other = put(local, b"1" * PAGE), put(local.for_tenant("math"), b"2" * PAGE)
-    (data_dir / BLOBS / ("3" * 64)).write_bytes(b"damaged")
-    ada = servers.open("ada", capacity=2 * PAGE)
-    assert (ada.missing([first]), ada.for_tenant("math").missing([other])) == ([], [])
-    assert files(local) == ["3" * 64]
-    assert (data_dir / BLOB_CACHE / first).is_file()
+    put(BlobStore(data_dir / BLOBS, 1 << 20), WEIGHTS)
+    assert servers.open("ada").missing([name_of(WEIGHTS)]) == [name_of(WEIGHTS)]
+    assert "are not used, because --blobs names another place; `gradrule registry copy`" in caplog.messages[0]
 
 
-async def test_objects_of_the_last_release_get_the_keys_of_this_one(servers: Servers) -> None:
-    """Their keys ended with random digits, and the database had an index of them."""
-    ada = servers.open("ada")
-    names = [put(ada, WEIGHTS), put(ada.for_tenant("math"), b"more")]
-    for path in servers.objects:
-        path.rename(path.with_name(f"{path.name}-{'0' * 32}"))
+def test_blobs_of_an_object_store_that_are_not_counted_are_counted_at_the_start(servers: Servers) -> None:
+    put(servers.open("ada"), WEIGHTS)
+    put(servers.open("ada").for_tenant("math"), b"more")
     (servers.path / "objects" / "default" / "notes.txt").write_text("not a blob")
+    # As after a backup was restored.
     with servers.store.database.write() as connection:
-        connection.exec_driver_sql("DELETE FROM meta WHERE key = 'object_keys'")
         connection.exec_driver_sql("DELETE FROM blob_usage")
     grace = servers.open("grace")
-    assert (grace.missing(names[:1]), grace.for_tenant("math").missing(names[1:])) == ([], [])
     assert (grace.held_bytes, grace.held_count, grace.for_tenant("math").held_count) == (PAGE, 1, 1)
-    assert await content(grace, names[0]) == WEIGHTS
 
 
 _KILLED = """
@@ -622,14 +613,16 @@ async def test_nothing_is_deleted_while_something_else_answers(
     assert await content(grace, name) == WEIGHTS
 
 
-def test_objects_of_others_are_not_listed(tmp_path: Path) -> None:
+def test_objects_of_others_are_no_blobs(tmp_path: Path) -> None:
     folder = tmp_path / "objects"
-    for path in ("default/a", "tenant-1/b", "tenant-1/.upload-c", "others/d", "default-e", MARKER):
+    tenant, name = f"tenant-{'1' * 32}", "2" * 64
+    others = ("default/a", f"{tenant}/.upload-c", f"others/{name}", f"default-{name}", MARKER)
+    for path in (f"default/{name}", f"{tenant}/{name}", *others):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(b"1")
     objects = open_object_store(folder.as_uri())
-    assert sorted(item.key for item in _blob_objects(objects)) == ["default/a", "tenant-1/b"]
-    assert len(list(objects.iterate())) == 4
+    assert sorted(key for key, _ in _blob_objects(objects)) == [("", name), (tenant, name)]
+    assert len(list(objects.iterate())) == 5
 
 
 def test_object_store_belongs_to_one_registry(servers: Servers, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.sqlite_database import SqliteDatabase
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError
 from tests.unit.registry.rows import blob_count, content, counts, program, rule
-from tests.unit.registry.version_1 import DEFINITION, version_1
+from tests.unit.registry.version_2 import DEFINITION, version_2
 
 
 @pytest.fixture
@@ -181,56 +181,27 @@ def schema(file: Path) -> list[str]:
     return [" ".join(text.replace("(", " ( ").replace(")", " ) ").replace(",", " , ").split()) for text in found]
 
 
-def test_a_store_of_the_first_schema_becomes_the_first_tenant_s(tmp_path: Path) -> None:
-    file = version_1(tmp_path)
+def test_registry_of_the_second_schema_is_counted_and_loses_derived_tables(tmp_path: Path) -> None:
+    file = version_2(tmp_path)
     store = Store(tmp_path)
     assert store.rules() == [RuleRow("Q", DEFINITION.SerializeToString(), "kept", 5)]
     assert store.program("p") == ProgramRow("p", "same", b"", 7)
     assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"")
-    assert store.rules("ada") == []
+    size = len(DEFINITION.SerializeToString()) + len(b"kept") + len(b"spec") + len(b"graph")
+    assert store.total_usage().registry_bytes == size
     assert counts(store) == (1, 1)
-    store.add_rule(RuleRow("Q", b"", "ada's", 6), "ada")
-    store.add_program(ProgramRow("q", "same", b"", 8), ProgramContent(b"", b"graph", b""))
-    store.remove_program("p")
-    assert store.program_content("q", "same") == ProgramContent(b"", b"graph", b"")
     store.close()
     # The tables are those that a new store has.
     Store(tmp_path / "new").close()
     assert schema(file) == schema(tmp_path / "new" / "gradrule.db")
-    Store(tmp_path).close()
-
-
-def test_registry_of_the_second_schema_is_counted_and_loses_derived_tables(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.add_rule(RuleRow("Q", b"definition", "kept", 5), "ada")
-    store.add_program(ProgramRow("p", "same", b"", 7), ProgramContent(b"spec", b"graph", b""))
-    before = (store.usage(["ada", "default"]), store.rules("ada"), store.program("p"))
-    store.close()
-    file = tmp_path / "gradrule.db"
-    with sqlite3.connect(file) as database:
-        for table in ("tenant_usage", "blob_usage"):
-            database.execute(f"DROP TABLE {table}")
-        database.execute("CREATE TABLE stored_blobs (object VARCHAR NOT NULL, PRIMARY KEY (object))")
-        database.execute("UPDATE meta SET value = '2' WHERE key = 'schema_version'")
-    database.close()
-    store = Store(tmp_path)
-    usage, *rows = before
-    found = store.usage(["ada", "default"])
-    assert {name: item.registry_bytes for name, item in found.items()} == {
-        name: item.registry_bytes for name, item in usage.items()
-    }
-    assert counts(store) == (1, 1)
-    assert [store.rules("ada"), store.program("p")] == rows
-    store.close()
-    Store(tmp_path / "new").close()
-    assert schema(file) == schema(tmp_path / "new" / "gradrule.db")
     assert (tmp_path / "gradrule.db.v2").exists()
+    Store(tmp_path).close()
 
 
 def test_what_was_there_before_is_kept_beside(tmp_path: Path) -> None:
-    before = schema(version_1(tmp_path))
+    before = schema(version_2(tmp_path))
     Store(tmp_path).close()
-    kept = tmp_path / "gradrule.db.v1"
+    kept = tmp_path / "gradrule.db.v2"
     assert schema(kept) == before
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     database = sqlite3.connect(kept)
@@ -240,9 +211,9 @@ def test_what_was_there_before_is_kept_beside(tmp_path: Path) -> None:
 
 
 def test_a_migration_that_fails_leaves_the_old_store(tmp_path: Path) -> None:
-    file = version_1(tmp_path)
+    file = version_2(tmp_path)
     database = sqlite3.connect(file)
-    database.execute("CREATE TABLE rules_1 (name VARCHAR)")
+    database.execute("CREATE VIEW changes AS SELECT 1")
     database.commit()
     database.close()
     before = schema(file)
@@ -250,7 +221,7 @@ def test_a_migration_that_fails_leaves_the_old_store(tmp_path: Path) -> None:
         Store(tmp_path)
     assert schema(file) == before
     database = sqlite3.connect(file)
-    database.execute("DROP TABLE rules_1")
+    database.execute("DROP VIEW changes")
     database.commit()
     database.close()
     store = Store(tmp_path)
@@ -259,7 +230,7 @@ def test_a_migration_that_fails_leaves_the_old_store(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_for_the_copy_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    version_1(tmp_path)
+    version_2(tmp_path)
     connect = sqlite3.connect
 
     def connect_where_the_disk_is_full(path: Any, **options: Any) -> sqlite3.Connection:
@@ -273,7 +244,7 @@ def test_a_disk_without_room_for_the_copy_is_no_damage(tmp_path: Path, monkeypat
         with pytest.raises(StoreError, match=r"cannot be opened: .*disk is full") as refusal:
             Store(tmp_path)
     assert "move it away" not in str(refusal.value)
-    assert not list(tmp_path.glob("*.v1*"))
+    assert not list(tmp_path.glob("*.v2*"))
     store = Store(tmp_path)
     assert counts(store) == (1, 1)
     store.close()

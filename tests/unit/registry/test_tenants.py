@@ -17,7 +17,7 @@ from gradrule_server.registry.programs import NeededBlobs, ProgramRegistry
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
-from tests.unit.registry.version_1 import DEFINITION
+from tests.unit.registry.version_2 import DEFINITION
 
 PAGE = 4096
 """What a file takes on a disk at least."""
