@@ -22,9 +22,9 @@ from tests.service.guarded import run_gradrule, token_command
 from tests.service.servers import RunningServer, running_server, serve_command, server_environment
 from tests.waiting import wait_until
 
-# A registry written by a release without tenants: rules `Kept` and `Stays`, and a program `model` compiled when `Kept`
+# A registry written by the last release: rules `Kept` and `Stays`, and a program `model` compiled when `Kept`
 # was 3 * dy.
-OLD = Path(__file__).parent / "data" / "registry_v1.sql"
+OLD = Path(__file__).parent / "data" / "registry_v2.sql"
 WEIGHTS = np.arange(6000, dtype=np.float32).reshape(2, 3000) / 1000
 FEEDS = {"x": np.float32([[1.0, -2.0]])}
 
@@ -62,7 +62,7 @@ class Tenants:
 
     @contextmanager
     def clients(self, running: RunningServer) -> Iterator[tuple[gr.Client, gr.Client]]:
-        """Returns clients of the tenant who owns the data from before there were tenants, and of ada."""
+        """Returns clients of the tenant who owns the old data, and of ada."""
         first, second = (gr.connect(running.target, token=token) for token in self.tokens.values())
         with first, second:
             yield first, second
@@ -92,7 +92,7 @@ def test_old_registry_is_migrated_backed_up_and_restored(old: Path, tmp_path: Pa
         ada.compile(weighted(WEIGHTS + 1), **words, name="own")
         check_data(first, ada)
         # The migration keeps a copy of the original.
-        assert stat.S_IMODE((old / "gradrule.db.v1").stat().st_mode) == 0o600
+        assert stat.S_IMODE((old / "gradrule.db.v2").stat().st_mode) == 0o600
         assert "no problems found" in run_gradrule("registry", "check", "--data-dir", str(old))
 
         stop = threading.Event()
@@ -178,8 +178,10 @@ def check_missing_database_is_refused(folder: Path) -> None:
     assert serve.returncode == 1
     [line] = serve.stderr.splitlines()
     assert f"{data / 'gradrule.db'} is missing" in line
-    assert "`gradrule registry new --data-dir" in line
-    assert "empty registry" in run_gradrule("registry", "new", "--data-dir", str(data))
+    assert "remove gradrule.registry" in line
+    (data / "gradrule.registry").unlink()
+    with running_server(folder):
+        pass
     assert "no problems found: no rules" in run_gradrule("registry", "check", "--data-dir", str(data))
 
 

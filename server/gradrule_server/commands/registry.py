@@ -17,7 +17,6 @@ from gradrule_server.registry.backup import (
     backup,
     check,
     copy_registry,
-    create_empty_registry,
     delete_unneeded_blobs,
     restore,
 )
@@ -64,8 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     restore_parser.set_defaults(run=_restore)
     check_parser = commands.add_parser("check", help="read and check the whole registry; the server may be running")
     check_parser.set_defaults(run=_check)
-    new_parser = commands.add_parser("new", help="create an empty registry; an existing one is renamed and kept")
-    new_parser.set_defaults(run=_new)
     copy_parser = commands.add_parser(
         "copy",
         help="copy a registry with its blobs to an empty one, between data directories, PostgreSQL and object stores",
@@ -113,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
             help="object store of the blobs: s3://bucket/prefix or file:///folder; without it: the data directory "
             f"[env: {_BLOBS_VARIABLE}]",
         )
-    for command in (backup_parser, restore_parser, check_parser, gc_parser, new_parser, copy_parser):
+    for command in (backup_parser, restore_parser, check_parser, gc_parser, copy_parser):
         command.add_argument(
             "--data-dir",
             metavar="DIR",
@@ -212,14 +209,6 @@ def _copy(options: argparse.Namespace, progress: _ProgressLine) -> int:
 
 def _place(options: argparse.Namespace) -> RegistryPlace:
     return RegistryPlace(options.data_dir, options.registry, options.blobs)
-
-
-def _new(options: argparse.Namespace, progress: _ProgressLine) -> int:
-    kept = create_empty_registry(options.data_dir)
-    print(f"{options.data_dir} now has an empty registry")
-    for path in kept:
-        print(f"kept: {path}")
-    return 0
 
 
 def _print_warnings(report: Report, *, has_object_store: bool) -> None:

@@ -8,7 +8,6 @@ SHA-256 of all others. It is the same for all databases and places of blobs. A c
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import io
 import os
@@ -34,9 +33,7 @@ from gradrule_server.registry.blobs import DAMAGED, BlobStore, folder_name
 from gradrule_server.registry.data_folder import (
     BLOBS,
     DATABASE_FILE,
-    MARKER,
     StoreError,
-    add_suffix,
     find_logs,
     lock_folder,
     sync_to_disk,
@@ -206,20 +203,6 @@ def delete_unneeded_blobs(place: RegistryPlace, grace_s: float) -> tuple[int, in
         objects = open_object_store(place.blobs_url)
         usage = BlobUsage(store.database, BlobAmount(sys.maxsize, sys.maxsize))
         return collect(objects, usage, NeededBlobs(store), grace_s)
-
-
-def create_empty_registry(data_dir: Path) -> list[Path]:
-    """Creates an empty registry; renames the files of an existing database and returns their new paths.
-
-    Blobs stay, because they are found by their hashes. Raises `BackupError`.
-    """
-    database = data_dir / DATABASE_FILE
-    with _errors(f"{data_dir} cannot be written"):
-        with _locked(data_dir):
-            now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-            renamed = add_suffix([*find_logs(database), database, data_dir / MARKER], f".until-{now}")
-        Store(data_dir, is_new=True).close()
-    return renamed
 
 
 def _read_registry(place: RegistryPlace, report: Report) -> Iterator[_Entry]:
@@ -421,8 +404,6 @@ def _install(entries: Iterable[_Entry], target: RegistryPlace) -> None:
                     _check_unused(store, target)
                     _add(_read_rows(staged, Report()), store, target)
         if not target.url:
-            # Remove the marker, which may belong to another registry; the server creates it again.
-            (data_dir / MARKER).unlink(missing_ok=True)
             # Copy the database last: a folder without a database is not a registry.
             copy_database(Path(made) / DATABASE_FILE, data_dir / DATABASE_FILE)
 

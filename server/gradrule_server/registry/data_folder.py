@@ -6,15 +6,14 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from gradrule_server.errors import CannotStartError
 
 DATABASE_FILE = "gradrule.db"
 MARKER = "gradrule.registry"
+"""Name of a file that shows that the folder has a registry."""
 RESERVE = "gradrule.reserve"
 _LOCK_FILE = "gradrule.lock"
 BLOBS = "blobs"
@@ -64,22 +63,6 @@ def find_logs(path: Path) -> list[Path]:
     return [log for log in found if log.exists()]
 
 
-def read_marker(folder: Path) -> str | None:
-    """Returns the id of the registry that is or was in the folder; empty: an invalid marker; None: no marker."""
-    try:
-        found = json.loads((folder / MARKER).read_bytes())["registry"]
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return found if isinstance(found, str) else ""
-
-
-def write_marker(folder: Path, registry_id: str) -> None:
-    """Writes the marker atomically."""
-    write_atomically(folder / MARKER, json.dumps({"registry": registry_id}).encode() + b"\n")
-
-
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file that only its owner can read. After a power failure it has either the old or the new content."""
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -91,30 +74,18 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def refuse_lost_database(folder: Path, problem: str) -> None:
-    """Raises `StoreError` if other files show that the folder had a registry.
+    """Raises `StoreError` if the marker shows that the folder had a registry.
 
     Args:
         folder: The data folder.
         problem: What is wrong with the database: `missing` or `empty`.
     """
-    traces = [MARKER] if (folder / MARKER).exists() else []
-    if has_blobs(folder / BLOBS):
-        traces.append(f"{BLOBS}/")
-    if traces:
+    if (folder / MARKER).exists():
         raise StoreError(
-            f"the registry's database {folder / DATABASE_FILE} is {problem}, but {' and '.join(traces)} beside it show "
-            f"that the folder had a registry: put the file back, restore a backup (`gradrule registry restore BACKUP "
-            f"--data-dir {folder}`), or create an empty registry (`gradrule registry new --data-dir {folder}`)"
+            f"the registry's database {folder / DATABASE_FILE} is {problem}, but {MARKER} beside it shows that the "
+            f"folder had a registry: put the file back, restore a backup (`gradrule registry restore BACKUP --data-dir "
+            f"{folder}`), or remove {MARKER} to start with an empty registry"
         )
-
-
-def add_suffix(paths: Iterable[Path], suffix: str) -> list[Path]:
-    """Renames those of the files that exist by adding a suffix; returns their new paths."""
-    moved = []
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            moved.append(path.rename(path.with_name(path.name + suffix)))
-    return moved
 
 
 class FolderLock:

@@ -165,7 +165,7 @@ class Database(ABC):
         if version != str(SCHEMA_VERSION):
             raise VersionError(
                 f"{self.description} has schema version {version}, and this release reads version {SCHEMA_VERSION}; "
-                "use the release that wrote it, or create an empty registry (`gradrule registry new`)"
+                "use the release that wrote it, or an empty database or --data-dir"
             )
 
     def _time_for(self, connection: Connection, size: int) -> AbstractContextManager[None]:
@@ -195,13 +195,12 @@ class _ThreadState(threading.local):
     connection: Connection | None = None
 
 
-def open_database(url: str, folder: Path, *, is_new: bool = False) -> Database:
+def open_database(url: str, folder: Path) -> Database:
     """Opens the database of a server's registry.
 
     Args:
         url: URL of a PostgreSQL database; empty: SQLite in the data folder.
         folder: The data folder, which this server alone uses.
-        is_new: Whether an empty SQLite database may be created in a folder that had a registry before.
 
     Raises:
         StoreError: The folder or the database cannot be used.
@@ -214,7 +213,7 @@ def open_database(url: str, folder: Path, *, is_new: bool = False) -> Database:
         return PostgresDatabase(url, folder, wait_s=_START_WAIT_S)
     from gradrule_server.registry.sqlite_database import SqliteDatabase
 
-    return SqliteDatabase(folder, is_new=is_new)
+    return SqliteDatabase(folder)
 
 
 def import_postgres() -> None:

@@ -31,19 +31,15 @@ from gradrule_server.registry.data_folder import (
     StoreError,
     find_logs,
     lock_folder,
-    read_marker,
     refuse_lost_database,
     sync_to_disk,
-    write_marker,
 )
 from gradrule_server.registry.database import Database
-from gradrule_server.registry.schema import copy_database, old_version_path, read_meta
+from gradrule_server.registry.schema import copy_database, old_version_path
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-_NEW_HINT = "create an empty registry (`gradrule registry new`)"
 
 
 class SqliteDatabase(Database):
@@ -54,18 +50,16 @@ class SqliteDatabase(Database):
 
     Args:
         folder: The data folder, which is created if missing.
-        is_new: Whether an empty database may be created in a folder that had a registry before.
 
     Raises:
         StoreError: The folder cannot be used, another server uses it, or its database is missing, damaged or of another
             version.
     """
 
-    def __init__(self, folder: Path, *, is_new: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         self.path = folder / DATABASE_FILE
         self.description = str(self.path)
-        self._is_new = is_new
         self._warning = RepeatedWarning(_log)
         self._files: OpenFiles | None = None
         # SQLite allows one writer at a time. Use a lock, because SQLite would poll, and late writers could overtake.
@@ -130,39 +124,28 @@ class SqliteDatabase(Database):
         if leftovers:
             raise StoreError(
                 f"{path} is missing, but its log {leftovers} exists, which does not fit a new database; put "
-                f"{path.name} back, or {_NEW_HINT}"
+                f"{path.name} back, or move {leftovers} and {MARKER} away to start with an empty registry"
             )
-        if not self._is_new:
-            refuse_lost_database(folder, "missing")
+        refuse_lost_database(folder, "missing")
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         sync_to_disk(folder)
 
     def _open(self) -> None:
-        """Checks the database, or creates the tables in a new one, and checks the registry's id.
+        """Checks the database, or creates the tables in a new one.
 
         Checks the tables that the server reads at each start, not graphs, because they are large; their hashes are
         checked when they are read.
-
-        Raises:
-            StoreError: The marker has another id, so the file is from another folder.
         """
         folder = self.path.parent
-        marker = read_marker(folder)
         with self.write() as connection:
             for table in sorted({"meta", "rules", "programs"} & set(inspect(connection).get_table_names())):
                 report = connection.exec_driver_sql(f"PRAGMA quick_check({table})").scalar_one()
                 if report != "ok":
                     raise _damaged(self.path, str(report))
-            if self._prepare(connection, self._keep_copy) and not self._is_new:
+            if self._prepare(connection, self._keep_copy):
                 refuse_lost_database(folder, "empty")
-            registry_id = read_meta(connection, "registry_id") or ""
-        if marker and marker != registry_id:
-            raise StoreError(
-                f"{self.path} belongs to another registry than the one that was in this folder (see {MARKER}); put "
-                f"the file of that registry back, or remove {MARKER} to use this one"
-            )
-        if marker != registry_id:
-            write_marker(folder, registry_id)
+        (folder / MARKER).touch(0o600)
+        sync_to_disk(folder)
 
     def _keep_copy(self, version: int) -> None:
         """Copies the database before it is migrated, for an older server to use."""
@@ -217,7 +200,8 @@ class SqliteDatabase(Database):
 
 def _damaged(path: Path, what: str) -> StoreError:
     return StoreError(
-        f"{path} is damaged ({what}): move it away and restore a backup (`gradrule registry restore`), or {_NEW_HINT}"
+        f"{path} is damaged ({what}): move it away and restore a backup (`gradrule registry restore`), or move it and "
+        f"{MARKER} away to start with an empty registry"
     )
 
 

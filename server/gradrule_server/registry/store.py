@@ -91,11 +91,10 @@ class Store:
     Args:
         database: The database, or the data folder of an SQLite database, which is opened with the errors of
             `open_database`.
-        is_new: Whether an empty SQLite database may be created in a folder that had a registry before.
     """
 
-    def __init__(self, database: Database | Path, *, is_new: bool = False) -> None:
-        self._database = open_database("", database, is_new=is_new) if isinstance(database, Path) else database
+    def __init__(self, database: Database | Path) -> None:
+        self._database = open_database("", database) if isinstance(database, Path) else database
         # Fetches rows a few at a time. SQLite does so anyway, one at a time.
         self._streamed: dict[str, Any] = {"stream_results": True, "max_row_buffer": 16} if self.is_shared else {}
 

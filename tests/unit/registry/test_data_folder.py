@@ -15,8 +15,7 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.backup import RegistryPlace, backup, check, create_empty_registry, restore
-from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.backup import RegistryPlace, backup, check, restore
 from gradrule_server.registry.data_folder import MARKER, RESERVE, StoreError
 from gradrule_server.registry.store import RuleRow, Store
 from tests.unit.registry.version_2 import DEFINITION
@@ -48,21 +47,13 @@ def kept(tmp_path: Path) -> Path:
 def test_lost_database_is_not_replaced_by_an_empty_one(kept: Path, change: Callable[[Path], object]) -> None:
     change(kept / "gradrule.db")
     with pytest.raises(
-        StoreError, match=r"gradrule\.db is (missing|empty), but gradrule\.registry .*registry new"
+        StoreError, match=r"gradrule\.db is (missing|empty), but gradrule\.registry .*remove gradrule\.registry"
     ) as lost:
         Store(kept)
     assert "\n" not in str(lost.value)
-    create_empty_registry(kept)
+    (kept / MARKER).unlink()
+    (kept / "gradrule.db").unlink(missing_ok=True)
     assert names(kept) == []
-
-
-def test_blobs_alone_show_that_the_folder_had_a_registry(tmp_path: Path) -> None:
-    upload = BlobStore(tmp_path / "blobs", 1 << 20).for_tenant("ada").upload("0" * 64)
-    upload.write(b"bytes")
-    with pytest.raises(StoreError, match=r"gradrule\.db is missing, but blobs/ beside it"):
-        Store(tmp_path)
-    upload.close()
-    Store(tmp_path).close()
 
 
 def test_lost_log_that_held_all_tables_is_detected(tmp_path: Path) -> None:
@@ -76,19 +67,6 @@ def test_lost_log_that_held_all_tables_is_detected(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
-def test_new_registry_keeps_the_renamed_old_one(kept: Path) -> None:
-    moved = {path.name.partition(".until-")[0] for path in create_empty_registry(kept)}
-    assert moved == {"gradrule.db", MARKER}
-    assert names(kept) == []
-    [old] = kept.glob("gradrule.db.until-*")
-    old.rename(kept / "gradrule.db")
-    # It is not the registry that began meanwhile.
-    with pytest.raises(StoreError, match=r"belongs to another registry .* remove gradrule\.registry"):
-        Store(kept)
-    (kept / MARKER).unlink()
-    assert names(kept) == ["Kept"]
-
-
 def test_backup_can_be_restored_where_the_database_was_lost(kept: Path, tmp_path: Path) -> None:
     backup(RegistryPlace(kept), tmp_path / "copy")
     (kept / "gradrule.db").write_bytes(b"")
@@ -97,17 +75,14 @@ def test_backup_can_be_restored_where_the_database_was_lost(kept: Path, tmp_path
     assert "1 rule and" in str(check(RegistryPlace(kept)))
 
 
-@pytest.mark.parametrize(
-    "marker", [None, b"", b"[" * 100_000, b'{"registry": 7}'], ids=["none", "empty", "deep", "odd"]
-)
-def test_registry_of_an_older_release_gets_a_marker(kept: Path, marker: bytes | None) -> None:
+def test_registry_of_an_older_release_gets_an_id_and_a_marker(kept: Path) -> None:
     with sqlite3.connect(kept / "gradrule.db") as database:
         database.execute("DELETE FROM meta WHERE key = 'registry_id'")
     database.close()
     (kept / MARKER).unlink()
-    if marker is not None:
-        (kept / MARKER).write_bytes(marker)
-    assert names(kept) == ["Kept"]
+    store = Store(kept)
+    assert store.registry_id()
+    store.close()
     (kept / "gradrule.db").unlink()
     with pytest.raises(StoreError, match="is missing"):
         Store(kept)

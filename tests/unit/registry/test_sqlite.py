@@ -105,7 +105,8 @@ def test_invalid_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
 def test_no_new_database_is_created_beside_the_log_of_a_lost_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(
-        StoreError, match=rf"is missing, but its log {name} exists.*put gradrule\.db back.*gradrule registry new"
+        StoreError,
+        match=rf"is missing, but its log {name} exists.*put gradrule\.db back, or move {name}",
     ):
         Store(tmp_path)
     assert not (tmp_path / "gradrule.db").exists()
