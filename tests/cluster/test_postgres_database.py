@@ -184,7 +184,7 @@ def test_other_servers_learn_changes(open_another: Callable[[], Store], tmp_path
     first.delete("R1")
     assert second.find("R0") is None
     revision = second.revision
-    assert second.get("R0").formula == "3 * dy"
+    assert second.get("R0").message.formula == "3 * dy"
     assert [second.find(f"R{number}") is not None for number in range(3)] == [True, False, True]
     assert (second.revision, len(second)) == (revision + 1, 2)
     # Nothing is read again.

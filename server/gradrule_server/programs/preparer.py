@@ -389,9 +389,7 @@ class _Keeping:
 def _message(requested_name: str, entry: RuleEntry, *, is_complete: bool) -> rule_pb2.Rule:
     content = entry.full_content() if is_complete else None
     definition = None if content is None else content.to_definition()
-    return rule_pb2.Rule(
-        name=entry.op_type or entry.name, definition=definition, kind=entry.kind, aliases=[requested_name]
-    )
+    return rule_pb2.Rule(name=entry.name, definition=definition, kind=entry.kind, aliases=[requested_name])
 
 
 def _read_program(questions: _WorkerQuestions, answer: bytes) -> Prepared:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,46 +27,30 @@ ListPosition = tuple[int, str]
 _MAX_EXPRESSION_CHARS = 120
 # Larger definitions of USER rules are not kept in memory. Expressions are smaller.
 _MAX_KEPT_BYTES = 8 * 1024
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class RuleEntry:
     """A rule with its name and metadata.
 
-    An OP rule is the gradient that TensorFlow registers for `op_type`; it has no content, digest or creation time.
-
     Attributes:
-        content: Content of a BUILTIN rule.
-        read_content: Reads the content of a USER rule, which is not kept: a parsed rule takes many times its bytes.
-            Accesses the database if the rule is large.
-        hides_builtin: Whether this is a USER rule with the name of a BUILTIN rule.
+        name: Its name; `builtin/NAME` for a BUILTIN rule that a USER rule hides.
+        message: The message for clients, without name and definition.
+        full_content: Returns its content; None for an OP rule, which is the gradient that TensorFlow registers. The
+            content of a USER rule is not kept: a parsed rule takes many times its bytes. Accesses the database if the
+            rule is large.
         size: Size of a stored USER rule, bytes; 0 for other rules.
-
-    The other attributes are those of the message `Rule`.
     """
 
     name: str
-    kind: rule_pb2.RuleKind.ValueType
-    content: RuleContent | None = None
-    read_content: Callable[[], RuleContent] | None = field(default=None, compare=False, repr=False)
-    op_type: str = ""
-    description: str = ""
-    op_types: tuple[str, ...] = ()
-    reference: str = ""
-    digest: str = ""
-    create_time: datetime.datetime | None = None
-    per_sample: bool | None = None
-    aliases: tuple[str, ...] = ()
-    formula: str = ""
-    family: str = ""
-    true_gradient: bool = False
-    hides_builtin: bool = False
+    message: rule_pb2.Rule
+    full_content: Callable[[], RuleContent | None] = field(compare=False, repr=False)
     size: int = 0
 
-    def full_content(self) -> RuleContent | None:
-        """Returns the content; None for an OP rule. See `read_content`."""
-        return self.content if self.read_content is None else self.read_content()
+    @property
+    def kind(self) -> rule_pb2.RuleKind.ValueType:
+        """The kind of the rule."""
+        return self.message.kind
 
 
 @dataclass(frozen=True)
@@ -173,55 +156,38 @@ def parse_content(name: str, definition: bytes) -> RuleContent:
 
 def user_entry(row: RuleRow, content: RuleContent, read_large: ReadContent | None = None) -> RuleEntry:
     """Returns the entry of a USER rule. `read_large`: reads its content if it is large; None: it is kept."""
-    return RuleEntry(
-        name=row.name,
+    message = rule_pb2.Rule(
         kind=rule_pb2.RULE_KIND_USER,
-        read_content=(
-            partial(read_large, row.name, content.digest)
-            if read_large is not None and len(row.definition) > _MAX_KEPT_BYTES
-            else partial(parse_content, row.name, row.definition)
-        ),
         description=row.description,
         digest=content.digest,
-        create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
         per_sample=content.per_sample,
         formula=content.expression or "",
-        size=counted_size(row),
     )
+    message.create_time.FromMicroseconds(row.create_time_us)
+    if read_large is not None and len(row.definition) > _MAX_KEPT_BYTES:
+        read = partial(read_large, row.name, content.digest)
+    else:
+        read = partial(parse_content, row.name, row.definition)
+    return RuleEntry(row.name, message, read, counted_size(row))
 
 
 def rule_message(entry: RuleEntry) -> rule_pb2.Rule:
     """Returns the message that clients receive for a rule. May access the database."""
     content = entry.full_content()
-    rule = rule_pb2.Rule(
-        name=RULE_PREFIX + entry.name,
-        kind=entry.kind,
-        definition=None if content is None else content.to_definition(),
-        description=entry.description,
-        op_types=entry.op_types,
-        reference=entry.reference,
-        digest=entry.digest,
-        per_sample=entry.per_sample,
-        aliases=entry.aliases,
-        formula=entry.formula,
-        family=entry.family,
-        hides_builtin=entry.hides_builtin,
-        true_gradient=entry.true_gradient,
-    )
-    if entry.create_time is not None:
-        rule.create_time.FromDatetime(entry.create_time)
+    rule = rule_pb2.Rule(name=RULE_PREFIX + entry.name, definition=None if content is None else content.to_definition())
+    rule.MergeFrom(entry.message)
     return rule
 
 
 def describe(entry: RuleEntry) -> str:
     """Returns a description such as `the BUILTIN rule 'ste' (dy)`."""
     if entry.kind == rule_pb2.RULE_KIND_OP:
-        return f"the OP rule {entry.name!r}, TensorFlow's gradient of {entry.op_type}"
-    form = entry.formula or "a graph"
+        return f"the OP rule {entry.name!r}, TensorFlow's gradient of {entry.name}"
+    form = entry.message.formula or "a graph"
     if len(form) > _MAX_EXPRESSION_CHARS:
         form = form[:_MAX_EXPRESSION_CHARS] + "…"
     kind = rule_pb2.RuleKind.Name(entry.kind).removeprefix("RULE_KIND_")
-    since = "" if entry.create_time is None else f", registered {entry.create_time.isoformat(timespec='seconds')}"
+    since = f", registered {entry.message.create_time.ToJsonString()}" if entry.message.HasField("create_time") else ""
     return f"the {kind} rule {entry.name!r} ({form}{since})"
 
 
@@ -229,7 +195,7 @@ def index_by_name(entries: Iterable[RuleEntry]) -> dict[str, RuleEntry]:
     """Returns the rules by name and by alias."""
     found = {}
     for entry in entries:
-        for name in (entry.name, *entry.aliases):
+        for name in (entry.name, *entry.message.aliases):
             found[name] = entry
     return found
 
@@ -255,30 +221,26 @@ def _describe_override(override: override_pb2.GradientOverride) -> str:
 
 
 def _builtin_entry(rule: BuiltinRule) -> RuleEntry:
-    return RuleEntry(
-        name=rule.name,
+    message = rule_pb2.Rule(
         kind=rule_pb2.RULE_KIND_BUILTIN,
-        content=rule.content,
         description=rule.description,
-        op_types=tuple(rule.op_types),
+        op_types=rule.op_types,
         reference=rule.reference,
         digest=rule.content.digest,
         per_sample=rule.per_sample,
-        aliases=tuple(rule.aliases),
+        aliases=rule.aliases,
         formula=rule.formula,
         family=BUILTINS.family_of(rule) if rule.name in BUILTINS else "",
         true_gradient=rule.true_gradient,
     )
+    return RuleEntry(rule.name, message, lambda: rule.content)
 
 
 def _op_entries(op_types: Iterable[str]) -> dict[str, RuleEntry]:
-    return {
-        op_type: RuleEntry(
-            name=op_type,
-            kind=rule_pb2.RULE_KIND_OP,
-            op_type=op_type,
-            description=f"The gradient that TensorFlow registers for {op_type}.",
-            op_types=(op_type,),
-        )
-        for op_type in op_types
-    }
+    return {op_type: _op_entry(op_type) for op_type in op_types}
+
+
+def _op_entry(op_type: str) -> RuleEntry:
+    description = f"The gradient that TensorFlow registers for {op_type}."
+    message = rule_pb2.Rule(kind=rule_pb2.RULE_KIND_OP, description=description, op_types=[op_type])
+    return RuleEntry(op_type, message, lambda: None)

@@ -159,7 +159,7 @@ class RuleRegistry:
                 if holder is not None:
                     is_user = holder.kind == rule_pb2.RULE_KIND_USER
                     is_same = is_user and _equal(holder.full_content(), content)
-                    if is_same and not (may_replace and holder.description != description):
+                    if is_same and not (may_replace and holder.message.description != description):
                         return holder
                     if not (may_replace and is_user):
                         raise _rule_exists(name, holder)
@@ -369,8 +369,9 @@ def _read_rules(
 
 
 def _mark_hiding(entry: RuleEntry, builtin: Mapping[str, RuleEntry]) -> RuleEntry:
-    """Sets `hides_builtin` of a USER rule if a BUILTIN rule has its name."""
-    return replace(entry, hides_builtin=True) if entry.name in builtin else entry
+    """Sets `hides_builtin` of a new USER rule if a BUILTIN rule has its name; returns the rule."""
+    entry.message.hides_builtin = entry.name in builtin
+    return entry
 
 
 def _equal(stored: RuleContent | None, new: RuleContent) -> bool:

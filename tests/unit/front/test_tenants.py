@@ -138,7 +138,7 @@ async def test_reloaded_tenant_has_its_stored_rules_and_programs(found: Tenants,
     assert found.get_loaded("ada") is None
     again = await found.load("ada")
     assert again is not ada
-    assert again.rules.get("Mine").formula == "3 * dy"
+    assert again.rules.get("Mine").message.formula == "3 * dy"
     status = next(status for status in found.status() if status.name == "ada")
     assert (status.used["rules"], status.used["programs"], status.used["requests"]) == (1, 0, 0)
     # The whole goes on counting what a tenant left there.

@@ -341,7 +341,7 @@ def test_check_accepts_what_the_server_opens(store: Store, data: Path, tmp_path:
     with pytest.raises(GradruleError):
         RuleContent.from_definition(definition)
     store.add_rule(RuleRow("R", definition.SerializeToString(), "", 1))
-    assert RuleRegistry(store, ["Sign"]).get("R").formula == "dy * exp"
+    assert RuleRegistry(store, ["Sign"]).get("R").message.formula == "dy * exp"
     for report in (
         check(RegistryPlace(data)),
         backup(RegistryPlace(data), tmp_path / "copy"),

@@ -52,10 +52,10 @@ def test_tenants_have_separate_rules(store: Store) -> None:
     assert "Mine" not in found.message
     assert refusal(grace.delete, "Mine").reason == errors_pb2.ERROR_REASON_UNKNOWN_RULE
     grace.create("Mine", rule_pb2.RuleDefinition(expression="5 * dy"), "grace's")
-    assert (ada.get("Mine").formula, grace.get("Mine").formula) == ("3 * dy", "5 * dy")
+    assert (ada.get("Mine").message.formula, grace.get("Mine").message.formula) == ("3 * dy", "5 * dy")
     ada.delete("Mine")
     kept = RuleRegistry(store, READ_ONLY, tenant="grace").list(rule_pb2.RULE_KIND_USER, 0, "")[0]
-    assert [(entry.name, entry.description) for entry in kept] == [("Mine", "grace's")]
+    assert [(entry.name, entry.message.description) for entry in kept] == [("Mine", "grace's")]
     # What ships is one layer below all, not a copy for each.
     assert ada._names.builtin is grace._names.builtin
 
