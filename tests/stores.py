@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from gradrule_server.registry.blob_index import BlobAmount
+from gradrule_server.registry.blob_index import CACHE_SETTING, BlobAmount
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.shared_blobs import MAX_TRANSFERS, SharedBlobStore, open_shared_blobs
+from gradrule_server.registry.data_folder import BLOB_CACHE
+from gradrule_server.registry.shared_blobs import MAX_TRANSFERS, SharedBlobs, open_shared_blobs
 from gradrule_server.registry.store import Store
 
 CACHE_BYTES = 1 << 24
@@ -54,14 +55,20 @@ def open_blobs(
     *,
     cache_bytes: int = CACHE_BYTES,
     tenant_transfers: int = MAX_TRANSFERS,
-) -> SharedBlobStore:
+) -> BlobStore:
     """Opens the blobs of a server. `data_dir`: holds its cache; `store`: the registry that servers share."""
-    limit = BlobAmount(capacity, count)
-    return open_shared_blobs(url, data_dir, cache_bytes, store.database, limit, tenant_transfers=tenant_transfers)
+    shared = open_shared_blobs(url, data_dir, store.database, BlobAmount(capacity, count), tenant_transfers)
+    return BlobStore(data_dir / BLOB_CACHE, cache_bytes, bytes_setting=CACHE_SETTING, shared=shared)
 
 
 def stored_files(store: BlobStore) -> set[str]:
     """Returns the names of the blobs and of unfinished uploads that a store has, of the default tenant."""
-    if isinstance(store, SharedBlobStore):
-        return {item.key.split("/")[1] for item in store.objects.iterate("default/")}
+    if store.shared is not None:
+        return {item.key.split("/")[1] for item in store.shared.objects.iterate("default/")}
     return {path.name for path in store.folder.iterdir()}
+
+
+def shared_of(store: BlobStore) -> SharedBlobs:
+    """Returns the blobs in the object store of a store that has one."""
+    assert store.shared is not None
+    return store.shared

@@ -101,10 +101,11 @@ async def _start(settings: Settings, stops: contextlib.AsyncExitStack) -> GrpcSe
     allow_connections(settings.max_connections)
     watch = assembly.create_connection_watch(settings)
     grpc_server = GrpcServer(channel_options(settings), watch)
-    # Blobs of the data folder may be moved to the object store, and large registries are read: both may take long.
+    # Large registries are read, and objects may be counted: both may take long.
     blobs = await run_in_own_thread("open-blobs", lambda: assembly.create_blob_store(settings, store))
-    if blobs.is_shared:
-        stops.enter_context(PeriodicChecks(_MAINTAIN_BLOBS_EVERY_S, blobs.maintain, wait_s=_MAINTAIN_BLOBS_WAIT_S))
+    if blobs.shared is not None:
+        maintain = blobs.shared.maintain
+        stops.enter_context(PeriodicChecks(_MAINTAIN_BLOBS_EVERY_S, maintain, wait_s=_MAINTAIN_BLOBS_WAIT_S))
     pool = assembly.create_engine_pool(settings, blobs, grpc_server.set_ready)
     loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
     limits = assembly.graph_limits(settings, loaded)

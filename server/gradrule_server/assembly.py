@@ -27,9 +27,9 @@ from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
 from gradrule_server.recovery.crash_history import CrashHistory, Quarantine
-from gradrule_server.registry.blob_index import BlobAmount
+from gradrule_server.registry.blob_index import CACHE_SETTING, BlobAmount
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.data_folder import BLOBS
+from gradrule_server.registry.data_folder import BLOB_CACHE, BLOBS
 from gradrule_server.registry.programs import NeededBlobs
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
@@ -110,14 +110,10 @@ def create_blob_store(settings: Settings, store: Store) -> BlobStore:
         return BlobStore(settings.data_dir / BLOBS, limit.size, limit.count, needed=NeededBlobs(store))
     from gradrule_server.registry.shared_blobs import MAX_TRANSFERS, open_shared_blobs
 
-    return open_shared_blobs(
-        settings.blobs,
-        settings.data_dir,
-        settings.blob_cache_bytes,
-        store.database,
-        limit,
-        tenant_transfers=settings.tenant_share_of(MAX_TRANSFERS),
-    )
+    transfers = settings.tenant_share_of(MAX_TRANSFERS)
+    shared = open_shared_blobs(settings.blobs, settings.data_dir, store.database, limit, transfers)
+    folder = settings.data_dir / BLOB_CACHE
+    return BlobStore(folder, settings.blob_cache_bytes, bytes_setting=CACHE_SETTING, shared=shared)
 
 
 def create_engine_pool(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], None]) -> EnginePool:

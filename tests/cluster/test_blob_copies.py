@@ -13,7 +13,7 @@ from gradrule_server.registry.programs import ProgramRegistry
 from tests.cluster.postgres import PostgresServer
 from tests.cluster.s3 import SECRET, S3Server
 from tests.cluster.test_registry_copies import opened
-from tests.stores import open_blobs
+from tests.stores import open_blobs, shared_of
 from tests.unit.registry.rows import execute
 from tests.unit.registry.test_backup import members
 from tests.unit.registry.test_blobs import name_of, put
@@ -139,8 +139,8 @@ def test_blobs_that_no_program_needs_are_deleted_from_s3(
             assert run(["gc", *place]) == 0
         assert f"deleted from {url}: 1 blob, 0 MB" in capsys.readouterr().out
         assert blobs.missing([name, name_of(WEIGHTS)]) == [name]
-        blobs.maintain()
-        assert (blobs.held_count, blobs.for_tenant("ada").held_count) == (1, 1)
+        shared_of(blobs).maintain()
+        assert (blobs.used.count, blobs.for_tenant("ada").used.count) == (1, 1)
 
 
 def test_messages_name_what_is_wrong_with_an_object_store(

@@ -14,12 +14,11 @@ import pytest
 from gradrule.v1 import program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.commands.registry import run
 from gradrule_server.registry import database, schema
-from gradrule_server.registry.blob_index import BlobAmount
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.database import open_database
-from gradrule_server.registry.shared_blobs import open_shared_blobs
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 from tests.cluster.postgres import PASSWORD, USER, PostgresServer
+from tests.stores import open_blobs
 from tests.unit.registry.rows import execute, kept_bytes
 from tests.unit.registry.version_2 import version_2
 
@@ -111,13 +110,13 @@ def test_registry_is_copied_to_postgresql_and_back(
 
 
 def test_copy_may_use_the_object_store_of_the_registry(database_url: str, tmp_path: Path) -> None:
-    objects, limit = tmp_path / "objects", BlobAmount(1 << 20, 100)
+    objects = tmp_path / "objects"
     objects.mkdir()
 
     def held(folder: Path, url: str = "") -> bytes:
         """Starts as a server does with `--blobs`, and returns the blob that the program needs."""
         with opened(folder, url) as store:
-            blobs = open_shared_blobs(objects.as_uri(), folder, 1 << 20, store.database, limit)
+            blobs = open_blobs(store, folder, objects.as_uri())
             return asyncio.run(read(blobs.for_tenant("ada")))
 
     async def read(blobs: BlobStore) -> bytes:

@@ -15,7 +15,7 @@ from gradrule_server.registry.object_store import ObjectNotFoundError, ObjectSto
 from gradrule_server.registry.s3_objects import _FileSystem
 from gradrule_server.registry.store import Store
 from tests.cluster.s3 import SECRET, S3Server
-from tests.stores import OpenStore, open_blobs, shared_stores
+from tests.stores import OpenStore, open_blobs, shared_of, shared_stores
 from tests.unit.registry.test_blobs import (  # noqa: F401
     PAGE,
     name_of,
@@ -52,10 +52,10 @@ async def test_answers_of_a_proxy_are_not_taken_for_missing_or_damaged_objects(
         if not status.startswith("200"):
             assert reason_name(refusal(put, blobs, b"more").reason) == "UNAVAILABLE"
             with pytest.raises(ObjectStoreError):
-                blobs.objects.delete("default/x")
+                shared_of(blobs).objects.delete("default/x")
             with pytest.raises(ObjectStoreError):
-                list(blobs.objects.iterate())
-        blobs.maintain()
+                list(shared_of(blobs).objects.iterate())
+        shared_of(blobs).maintain()
         with pytest.raises(StoreError):
             open_blobs(store, tmp_path / "third", url)
     assert blobs.missing([name, name_of(b"more")]) == [name_of(b"more")]
@@ -111,7 +111,7 @@ def test_parts_of_killed_uploads_are_deleted_with_unneeded_objects(
     blobs = open_blobs(store, tmp_path / "ada", f"s3://{bucket}", PAGE)
     name = put(blobs, b"1")
     s3.client.create_multipart_upload(Bucket=bucket, Key=f"default/{'f' * 64}")
-    blobs.objects.delete_unfinished(time.time() + 3600)
+    shared_of(blobs).objects.delete_unfinished(time.time() + 3600)
     assert "Uploads" not in s3.client.list_multipart_uploads(Bucket=bucket)
     assert blobs.missing([name]) == []
     store.close()

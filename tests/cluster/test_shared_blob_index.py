@@ -15,11 +15,11 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
+from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.database import open_database
 from gradrule_server.registry.programs import NeededBlobs, ProgramRegistry
-from gradrule_server.registry.shared_blobs import SharedBlobStore
 from gradrule_server.registry.store import Store
-from tests.stores import OpenStore, folder_url, open_blobs
+from tests.stores import OpenStore, folder_url, open_blobs, shared_of
 from tests.unit.registry.test_blobs import (  # noqa: F401
     PAGE,
     name_of,
@@ -37,7 +37,7 @@ class Server:
 
     def __init__(self, database_url: str, data_dir: Path, url: str, capacity: int) -> None:
         self.store = Store(open_database(database_url, data_dir))
-        self.blobs: SharedBlobStore = open_blobs(self.store, data_dir, url, capacity)
+        self.blobs: BlobStore = open_blobs(self.store, data_dir, url, capacity)
         self.programs = ProgramRegistry(self.store, self.blobs)
 
 
@@ -84,7 +84,7 @@ def test_no_program_loses_its_blob_and_no_limit_is_exceeded_in_races(servers: li
     def watch() -> None:
         nonlocal most
         while not stop.is_set():
-            most = max(most, len(list(servers[0].blobs.objects.iterate())))
+            most = max(most, len(list(shared_of(servers[0].blobs).objects.iterate())))
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -97,7 +97,7 @@ def test_no_program_loses_its_blob_and_no_limit_is_exceeded_in_races(servers: li
         watching.join()
     assert 0 < most <= 8
     needed = NeededBlobs(servers[1].store)()
-    found = {item.key.rpartition("/")[2] for item in servers[0].blobs.objects.iterate()}
+    found = {item.key.rpartition("/")[2] for item in shared_of(servers[0].blobs).objects.iterate()}
     assert needed
     assert {name for _, name in needed} <= found
     for name in found:

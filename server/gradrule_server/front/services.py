@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from gradrule.common import wire_format
 from gradrule.v1 import admin_pb2, blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
+from gradrule_server.concurrency import run_in_own_thread
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Call, Caller, MethodTable, StreamTable, Upload, UploadTable, Write, to_status
 from gradrule_server.front.evaluate_stream import EvaluateStream
@@ -245,10 +246,10 @@ class BlobServicer:
                         field="sha256",
                     )
                 await asyncio.to_thread(upload.write, message.data)
-            size = await call.tenant.blobs.in_thread(upload.finish)
+            size = await call.tenant.blobs.finish_upload(upload)
         finally:
             # Where the caller has given up a thread may still write; `close` waits for it.
-            await asyncio.shield(call.tenant.blobs.in_thread(upload.close))
+            await asyncio.shield(run_in_own_thread("close-upload", upload.close))
         return blob_pb2.UploadBlobResponse(sha256=name, size_bytes=size)
 
 

@@ -83,8 +83,8 @@ class Tenant:
             | {
                 "requests": self.in_flight.requests,
                 "bytes_in_flight": self.in_flight.size,
-                "blobs": self.blobs.held_count,
-                "blob_bytes": self.blobs.held_bytes,
+                "blobs": self.blobs.used.count,
+                "blob_bytes": self.blobs.used.size,
             },
         )
 

@@ -17,7 +17,7 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.recovery.crash_history import Quarantine
 
 if TYPE_CHECKING:
-    from gradrule_server.registry.blobs import BlobCacheUse
+    from gradrule_server.registry.blob_index import BlobCacheUse
 
 MAX_TENANTS = 1000
 _TENANT_USAGES = [

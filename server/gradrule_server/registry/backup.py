@@ -51,7 +51,7 @@ from gradrule_server.registry.object_store import (
 from gradrule_server.registry.programs import NeededBlobs, read_spec, read_summary, variable_blobs
 from gradrule_server.registry.rule_entries import read_rule
 from gradrule_server.registry.schema import copy_database, write_meta
-from gradrule_server.registry.shared_blobs import BlobUsage, collect, object_key
+from gradrule_server.registry.shared_blobs import SharedBlobs, object_key
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError
 from gradrule_server.rules.signature import count_noun
 
@@ -196,13 +196,12 @@ def copy_registry(source: RegistryPlace, target: RegistryPlace, *, progress: Pro
 
 
 def delete_unneeded_blobs(place: RegistryPlace, grace_s: float) -> tuple[int, int]:
-    """Deletes objects of blobs that no program needs, see `collect`. Raises `BackupError`."""
+    """Deletes objects of blobs that no program needs, see `SharedBlobs.collect`. Raises `BackupError`."""
     if not place.blobs_url:
         raise BackupError("blobs in a data directory are removed by its server; name an object store with --blobs")
     with _errors("the registry cannot be read"), _opened(place) as store:
-        objects = open_object_store(place.blobs_url)
-        usage = BlobUsage(store.database, BlobAmount(sys.maxsize, sys.maxsize))
-        return collect(objects, usage, NeededBlobs(store), grace_s)
+        shared = SharedBlobs(open_object_store(place.blobs_url), store.database, BlobAmount(sys.maxsize, sys.maxsize))
+        return shared.collect(NeededBlobs(store), grace_s)
 
 
 def _read_registry(place: RegistryPlace, report: Report) -> Iterator[_Entry]:

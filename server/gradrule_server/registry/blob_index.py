@@ -86,6 +86,27 @@ class TenantBlobs:
         return next((name for name in self.files if name not in self.pins and name not in needed), None)
 
 
+@dataclass(slots=True)
+class BlobCacheUse:
+    """How the files of an object store's blobs were used since the start; all 0 without an object store.
+
+    Attributes:
+        hits: Blobs that calls needed, and that had a file.
+        fetches: Blobs that were fetched.
+        failures: Fetches that failed.
+        fetched_bytes: Bytes that were fetched, also by fetches that failed.
+        fetch_s: Seconds that the fetches took.
+        held_bytes: Bytes that the files take on the disk now.
+    """
+
+    hits: int = 0
+    fetches: int = 0
+    failures: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    held_bytes: int = 0
+
+
 class BlobIndex:
     """The blobs of all tenants, by the name of the tenant's folder. Callers hold `lock` during each method."""
 
@@ -226,4 +247,13 @@ def quota_exceeded(
     return error(
         errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
         f"{who} at most {bound}, and all of them are in use; {remedy}, or start the server with a larger {setting}",
+    )
+
+
+def disk_full(cause: OSError, disk: str, setting: str) -> GradruleError:
+    """Returns QUOTA_EXCEEDED for a full disk. `setting`: limits what is stored on it."""
+    return error(
+        errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+        f"{disk} is full ({cause.strerror}); its operator must free space, or start it with a smaller {setting}, so "
+        "that unused blobs are removed earlier",
     )

@@ -4,7 +4,8 @@ Each tenant has a folder of its own; the blobs of the default tenant are in the 
 access is the time of its last use, so that the order survives a restart. The hash of a file is verified at first use
 after a start, and again if the file has changed; a damaged file is renamed, and the blob must be uploaded again.
 
-With `--blobs`, the files are a cache of an object store, see `shared_blobs`.
+With `--blobs`, the files are a cache of an object store, see `shared_blobs`. A blob that is not in the cache is fetched
+when a call needs it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
@@ -30,15 +32,20 @@ from gradrule_server.policy import check_blob_name, missing_blobs
 from gradrule_server.registry.blob_index import (
     UPLOADING,
     BlobAmount,
+    BlobCacheUse,
     BlobFile,
     BlobIndex,
     BlobKey,
     FileStamp,
     disk_bytes,
+    disk_full,
     file_stamp,
 )
 from gradrule_server.registry.data_folder import DISK_FULL_ERRORS, file_sha256, sync_to_disk
 from gradrule_server.registry.store import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from gradrule_server.registry.shared_blobs import SharedBlobs
 
 _log = logging.getLogger(__name__)
 
@@ -51,27 +58,6 @@ DAMAGED = ".damaged-"
 _BLOCK = 4096
 # Shortest time between two updates of the stored time of the last use.
 _STORE_USE_EVERY_NS = 60 * 10**9
-
-
-@dataclass(slots=True)
-class BlobCacheUse:
-    """How the files of an object store's blobs were used since the start; all 0 without an object store.
-
-    Attributes:
-        hits: Blobs that calls needed, and that had a file.
-        fetches: Blobs that were fetched.
-        failures: Fetches that failed.
-        fetched_bytes: Bytes that were fetched, also by fetches that failed.
-        fetch_s: Seconds that the fetches took.
-        held_bytes: Bytes that the files take on the disk now.
-    """
-
-    hits: int = 0
-    fetches: int = 0
-    failures: int = 0
-    fetched_bytes: int = 0
-    fetch_s: float = 0.0
-    held_bytes: int = 0
 
 
 def folder_name(tenant: str) -> str:
@@ -91,10 +77,8 @@ class BlobStore:
         count: Number of blobs that all tenants may have.
         bytes_setting: The setting of `capacity`.
         needed: Returns folder and name of the blobs that stored programs need, which are not removed.
+        shared: The object store that has the blobs; None: they are only in the folder.
     """
-
-    is_shared = False
-    """Whether other servers store and remove blobs too."""
 
     def __init__(
         self,
@@ -104,7 +88,9 @@ class BlobStore:
         *,
         bytes_setting: str = "--max-blob-bytes",
         needed: Callable[[], Collection[BlobKey]] = tuple,
+        shared: SharedBlobs | None = None,
     ) -> None:
+        self.shared = shared
         self._index = BlobIndex(folder, BlobAmount(capacity, count), bytes_setting, needed)
         self._own = self._index.tenant("")
         self._folder = folder
@@ -121,8 +107,12 @@ class BlobStore:
         """
         view = self._in_folder(folder_name(tenant))
         if capacity is not None:
-            with self._index.lock:
-                view._own.limit = BlobAmount(capacity, count)
+            limit = BlobAmount(capacity, count)
+            if self.shared is not None:
+                self.shared.limits[view.folder_name] = limit
+            else:
+                with self._index.lock:
+                    view._own.limit = limit
         return view
 
     def _in_folder(self, name: str) -> Self:
@@ -136,6 +126,8 @@ class BlobStore:
 
     def forget_limits(self) -> None:
         """Forgets the limits of a tenant that is unloaded; its blobs stay."""
+        if self.shared is not None:
+            self.shared.limits.pop(self.folder_name, None)
         with self._index.lock:
             own = self._own
             own.limit = None
@@ -154,17 +146,13 @@ class BlobStore:
 
     def cache_use(self) -> BlobCacheUse:
         """Returns how the cache of an object store is used by all tenants."""
-        return BlobCacheUse()
+        use = BlobCacheUse() if self.shared is None else self.shared.cache_use
+        return replace(use, held_bytes=0 if self.shared is None else self._index.used.size)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes that the tenant's blobs take on the disk, including running uploads."""
-        return self._own.used.size
-
-    @property
-    def held_count(self) -> int:
-        """Number of the tenant's blobs, including running uploads."""
-        return self._own.used.count
+    def used(self) -> BlobAmount:
+        """The amount of the tenant's blobs, including running uploads; in an object store: as last seen."""
+        return self._own.used if self.shared is None else self.shared.amounts.get(self.folder_name, BlobAmount())
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Returns the blobs that are missing, each once; marks the others as used. Raises MALFORMED_REQUEST.
@@ -173,10 +161,19 @@ class BlobStore:
         store is away, it raises UNAVAILABLE unless all blobs are in the cache.
         """
         wanted = valid_names(names)
+        if self.shared is not None:
+            try:
+                return self.shared.renew(self.folder_name, wanted)
+            except GradruleError:
+                # Calls of blobs in the cache go on while the object store is away.
+                if not all(map(self._is_present, wanted)):
+                    raise
         return [name for name in wanted if not self._is_present(name)]
 
     def require_stored(self, names: Iterable[str]) -> None:
         """Raises BLOB_NOT_FOUND unless all blobs are where other servers find them, and UNAVAILABLE."""
+        if self.shared is not None:
+            self.shared.require_stored(self.folder_name, valid_names(names))
 
     def size(self, name: str) -> int:
         """Returns the size of a blob in bytes. Raises BLOB_NOT_FOUND."""
@@ -245,6 +242,8 @@ class BlobStore:
                 reached. No blob is pinned then.
         """
         wanted = valid_names(names)
+        if self.shared is not None:
+            self.shared.add_use(hits=sum(name in self._own.files for name in wanted))
         if self.are_verified(wanted):
             self.pin(wanted)
             return
@@ -268,24 +267,68 @@ class BlobStore:
 
     async def look_up(self, function: Callable[[], T]) -> T:
         """Runs `missing` or `sizes` in a thread."""
+        if self.shared is not None:
+            return await self.shared.look_up(self.folder_name, function)
         return await asyncio.to_thread(function)
 
-    async def in_thread(self, function: Callable[[], T]) -> T:
-        """Runs a method of an upload in a thread."""
-        return await asyncio.to_thread(function)
+    async def finish_upload(self, upload: Upload) -> int:
+        """Runs `Upload.finish` in a thread."""
+        if self.shared is not None:
+            return await self.shared.upload(self.folder_name, upload.finish)
+        return await asyncio.to_thread(upload.finish)
 
     async def _provide(self, names: Sequence[str]) -> None:
-        """Verifies pinned blobs. Raises BLOB_NOT_FOUND."""
-        # Verifying takes long.
-        await asyncio.to_thread(self.verify, names)
+        """Fetches those of pinned blobs that are only in an object store, and verifies all. Raises BLOB_NOT_FOUND."""
+        if self.shared is not None:
+            await self._fetch(names)
+        try:
+            # Verifying takes long.
+            await asyncio.to_thread(self.verify, names)
+        except GradruleError as cause:
+            if self.shared is None or cause.reason != errors_pb2.ERROR_REASON_BLOB_NOT_FOUND:
+                raise
+            # A file of the cache was damaged.
+            await self._fetch(names)
+            await asyncio.to_thread(self.verify, names)
+
+    async def _fetch(self, names: Sequence[str]) -> None:
+        """Fetches blobs that are not in the cache. Raises BLOB_NOT_FOUND with all that are not stored."""
+        assert self.shared is not None
+        absent = [name for name in names if name not in self._own.files]
+        fetches = (self.shared.fetch((self.folder_name, name), partial(self._download, name)) for name in absent)
+        missing = []
+        for name, failure in zip(absent, await asyncio.gather(*fetches, return_exceptions=True), strict=True):
+            if isinstance(failure, GradruleError) and failure.reason == errors_pb2.ERROR_REASON_BLOB_NOT_FOUND:
+                missing.append(name)
+            elif failure is not None:
+                raise failure
+        if missing:
+            raise missing_blobs(missing)
+
+    def _download(self, name: str) -> None:
+        """Copies a blob from the object store into the cache. Raises BLOB_NOT_FOUND and UNAVAILABLE."""
+        assert self.shared is not None
+        self.shared.download(self.folder_name, name, partial(self._receive, name))
+
+    def _receive(self, name: str, pieces: Iterable[bytes]) -> bool:
+        """Adds a blob to the cache; returns False if the pieces have another hash."""
+        incoming = Upload(self, name, is_copy=True)
+        try:
+            for piece in pieces:
+                incoming.write(piece)
+            if incoming.is_valid:
+                incoming.finish()
+            return incoming.is_valid
+        finally:
+            incoming.close()
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Returns the size of each blob in bytes, -1 for missing ones; marks them as used. Raises MALFORMED_REQUEST."""
-        missing = set(self.missing(names))
-        return [-1 if name in missing else self.size(name) for name in names]
-
-    def maintain(self) -> None:
-        """Applies what other servers have changed; called every few seconds."""
+        # Blobs in the cache must work while the object store cannot be reached.
+        found = {name: self.size(name) for name in valid_names(names) if self._is_present(name)}
+        if self.shared is not None and (absent := [name for name in names if name not in found]):
+            found |= {name: item.size for name, item in self.shared.find(self.folder_name, absent).items()}
+        return [found.get(name, -1) for name in names]
 
     @contextlib.contextmanager
     def pinned(self, names: Iterable[str]) -> Iterator[None]:
@@ -302,11 +345,10 @@ class BlobStore:
         check_blob_name(name)
         return Upload(self, name)
 
-    def check_length(self, length: int) -> None:
-        """Raises QUOTA_EXCEEDED if an upload of `length` bytes until now can never be stored."""
-
-    def publish(self, name: str, path: Path, length: int) -> None:
-        """Stores a complete, verified file where other servers find it. Raises UNAVAILABLE and QUOTA_EXCEEDED."""
+    def put_object(self, name: str, path: Path) -> None:
+        """Stores a complete, verified file in the object store, if any. Raises UNAVAILABLE and QUOTA_EXCEEDED."""
+        if self.shared is not None:
+            self.shared.put(self.folder_name, name, path)
 
     def create_folder(self) -> None:
         """Creates the tenant's folder if it is missing."""
@@ -372,6 +414,11 @@ class BlobStore:
 
     def _remove_damaged(self, name: str, file: BlobFile) -> None:
         path = self.folder / name
+        if self.shared is not None:
+            path.unlink()
+            self._forget(name, file)
+            _log.warning("the file %s of the cache is damaged; the blob is fetched again", path)
+            return
         renamed = path.with_name(DAMAGED + name)
         path.rename(renamed)
         self._forget(name, file)
@@ -435,8 +482,8 @@ class Upload:
             if self._path is None:
                 return
             size = self._size + len(data)
-            if not self._is_copy:
-                self._store.check_length(size)
+            if self._store.shared is not None and not self._is_copy:
+                self._store.shared.check_length(self._store.folder_name, size)
             wanted = -(-size // _BLOCK) * _BLOCK
             self._store.reserve(wanted - self._reserved)
             self._reserved = wanted
@@ -470,7 +517,7 @@ class Upload:
         with self._store.disk_full_as_quota():
             if not self._is_copy:
                 os.fsync(self._file.fileno())
-                self._store.publish(self._name, self._path, self._size)
+                self._store.put_object(self._name, self._path)
             self._file.close()
             self._store.add(self._name, self._path, self._reserved)
             self._path = None
@@ -490,15 +537,6 @@ class Upload:
                     path.unlink(missing_ok=True)
                 finally:
                     self._store.release(self._reserved, 1)
-
-
-def disk_full(cause: OSError, disk: str, setting: str) -> GradruleError:
-    """Returns QUOTA_EXCEEDED for a full disk. `setting`: limits what is stored on it."""
-    return error(
-        errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-        f"{disk} is full ({cause.strerror}); its operator must free space, or start it with a smaller {setting}, so "
-        "that unused blobs are removed earlier",
-    )
 
 
 def _read_stamp(path: str) -> FileStamp | None:

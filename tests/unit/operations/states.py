@@ -12,7 +12,7 @@ from gradrule_server.link.monitor import EngineStatus
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.status import CacheStatus, RegistryStatus, Sources, TenantUsage
 from gradrule_server.recovery.crash_history import Quarantine, Workload
-from gradrule_server.registry.blobs import BlobCacheUse
+from gradrule_server.registry.blob_index import BlobCacheUse
 
 ENGINE = EngineStatus(
     index=0,

@@ -180,7 +180,7 @@ async def test_worker_receives_an_error_if_the_server_fails(tmp_path: Path, monk
     def fails(*_: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(BlobStore, "missing", fails)
+    monkeypatch.setattr(BlobStore, "sizes", fails)
     worker = Attached()
     asked: Any = worker
     preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))

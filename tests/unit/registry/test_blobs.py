@@ -67,10 +67,10 @@ def open_files(tmp_path: Path) -> OpenStore:
 def test_uploaded_blob_is_present(open_store: OpenStore) -> None:
     store = open_store(3 * PAGE)
     name = put(store, b"abc")
-    assert (store.read(name), store.size(name), store.held_bytes) == (b"abc", 3, PAGE)
+    assert (store.read(name), store.size(name), store.used.size) == (b"abc", 3, PAGE)
     assert store.missing([name, "0" * 64, "0" * 64]) == ["0" * 64]
     assert put(store, b"abc") == name
-    assert (store.held_bytes, stored_files(store)) == (PAGE, {name})
+    assert (store.used.size, stored_files(store)) == (PAGE, {name})
 
 
 def test_least_recently_used_blobs_are_removed(open_files: OpenStore) -> None:
@@ -95,7 +95,7 @@ def test_pinned_blobs_are_not_removed(open_files: OpenStore) -> None:
     store.unpin([a])
     put(store, b"d" * (2 * PAGE))
     assert store.missing([a]) == [a]
-    assert (store.held_bytes, len(stored_files(store))) == (2 * PAGE, 1)
+    assert (store.used.size, len(stored_files(store))) == (2 * PAGE, 1)
 
 
 def test_pin_pins_all_blobs_or_none(open_files: OpenStore) -> None:
@@ -127,7 +127,7 @@ def test_unfinished_upload_leaves_nothing(open_store: OpenStore) -> None:
     assert reason_name(refusal(large.write, b"a" * (PAGE + 1)).reason) == "QUOTA_EXCEEDED"
     large.close()
     large.write(b"late")
-    assert (store.held_bytes, stored_files(store)) == (0, set())
+    assert (store.used.size, stored_files(store)) == (0, set())
 
 
 _DISK = """
@@ -152,14 +152,14 @@ for pieces in ([data], [data[:49_999], data[49_999:]], [data[:50_000], b"a", b"b
     assert told.startswith("QUOTA_EXCEEDED: the disk that the server keeps blobs on is full"), told
     upload.close()
     upload.close()
-    assert store.held_bytes == 0, store.held_bytes
+    assert store.used.size == 0, store.used.size
     assert list(store.folder.iterdir()) == []
 small = data[:50_000]
 upload = store.upload(hashlib.sha256(small).hexdigest())
 upload.write(small)
 upload.finish()
 upload.close()
-assert store.held_bytes == 13 * 4096, store.held_bytes
+assert store.used.size == 13 * 4096, store.used.size
 """
 
 
@@ -185,7 +185,7 @@ def test_disk_that_is_full_at_the_end_of_an_upload_is_an_error(
     assert reason_name(found.reason) == "QUOTA_EXCEEDED"
     assert "No space left on device" in found.message
     upload.close()
-    assert (store.held_bytes, files(store)) == (0, set())
+    assert (store.used.size, files(store)) == (0, set())
     put(store, b"abc")
 
 
@@ -213,7 +213,7 @@ def test_restart_keeps_blobs_and_their_order(tmp_path: Path) -> None:
     os.utime(tmp_path / a, ns=(1, 5))
     (tmp_path / ".upload-left-behind").write_bytes(b"x")
     store = BlobStore(tmp_path, 2 * PAGE)
-    assert store.held_bytes == 2 * PAGE
+    assert store.used.size == 2 * PAGE
     put(store, b"c" * PAGE)
     assert store.missing([a, b]) == [b]
     assert ".upload-left-behind" not in files(store)
@@ -222,11 +222,11 @@ def test_restart_keeps_blobs_and_their_order(tmp_path: Path) -> None:
 def test_small_blobs_count_with_their_disk_space(open_files: OpenStore) -> None:
     store = open_files(10 * PAGE)
     first = [put(store, bytes([number]) * 5) for number in range(10)]
-    assert store.held_bytes == 10 * PAGE
+    assert store.used.size == 10 * PAGE
     put(store, b"one more")
     assert store.missing(first) == first[:1]
     again = open_files(10 * PAGE)
-    assert again.held_bytes == 10 * PAGE
+    assert again.used.size == 10 * PAGE
 
 
 def test_number_of_stored_blobs_is_limited(open_files: OpenStore) -> None:
@@ -248,16 +248,15 @@ def test_number_of_stored_blobs_is_limited(open_files: OpenStore) -> None:
     # Blobs of the tenant with the largest number are removed first.
     assert ada.missing([second, third]) == [second]
     assert grace.missing([name_of(data) for data in (b"4", b"5", b"6")]) == [name_of(b"4")]
-    assert (ada.held_count, grace.held_count) == (1, 2)
+    assert (ada.used.count, grace.used.count) == (1, 2)
 
 
 def test_restart_keeps_blobs_and_uses(open_files: OpenStore) -> None:
     store = open_files(3 * PAGE)
     a, b, c = (put(store, bytes([letter]) * PAGE) for letter in b"abc")
     store.missing([a])
-    store.maintain()
     store = open_files(3 * PAGE)
-    assert store.held_bytes == 3 * PAGE
+    assert store.used.size == 3 * PAGE
     put(store, b"d" * PAGE)
     assert store.missing([a, b, c]) == [b]
 
@@ -311,7 +310,7 @@ def test_damaged_blob_is_missing_until_it_is_uploaded_again(
         f"the blob {tmp_path / name} is damaged; it was renamed to {tmp_path / f'.damaged-{name}'}, and calls that "
         "need it ask clients to upload it again"
     ]
-    assert (store.missing([name]), store.held_bytes) == ([name], 0)
+    assert (store.missing([name]), store.used.size) == ([name], 0)
     put(store, b"weights")
     assert store.read(name) == b"weights"
     assert store.are_verified([name])
@@ -366,7 +365,7 @@ def test_upload_replaces_a_damaged_file(tmp_path: Path) -> None:
     damage(tmp_path / name)
     put(store, b"weights")
     assert store.read(name) == b"weights"
-    assert store.held_bytes == PAGE
+    assert store.used.size == PAGE
 
 
 def test_blob_pinned_before_its_upload_is_not_removed(open_files: OpenStore) -> None:

@@ -64,7 +64,7 @@ def test_too_many_bytes_are_refused(blobs: BlobStore) -> None:
 def test_kept_files_are_no_blobs_and_do_not_survive_a_start(blobs: BlobStore) -> None:
     for store in (blobs, blobs.for_tenant("ada")):
         (file,) = [written(KeptValues(store), "a", b"abc")]
-        assert store.held_count == store.held_bytes == 0
+        assert store.used.count == store.used.size == 0
         # As after a crash, in which nothing is removed.
         path = store.folder / file.name
         path.rename(path.with_name(".kept-99999"))

@@ -25,13 +25,11 @@ from gradrule_server.registry.object_store import MARKER, FolderObjects, ObjectS
 from gradrule_server.registry.programs import NeededBlobs, ProgramRegistry
 from gradrule_server.registry.shared_blobs import (
     MAX_TRANSFERS,
-    BlobUsage,
-    SharedBlobStore,
+    SharedBlobs,
     _blob_objects,
-    collect,
 )
 from gradrule_server.registry.store import Store
-from tests.stores import folder_url, open_blobs
+from tests.stores import folder_url, open_blobs, shared_of
 from tests.unit.registry.test_blobs import PAGE, damage, name_of, put, refusal
 
 WEIGHTS = b"weights"
@@ -45,7 +43,7 @@ class Servers:
         self.url = folder_url(path)
         self.store = Store(path / "registry")
 
-    def open(self, name: str, **limits: int) -> SharedBlobStore:
+    def open(self, name: str, **limits: int) -> BlobStore:
         return open_blobs(self.store, self.path / name, self.url, **limits)
 
     @property
@@ -61,8 +59,8 @@ class Servers:
 
     def collect(self, grace_s: float = 86_400.0) -> tuple[int, int]:
         """Deletes objects that no program needs, as `gradrule registry gc` does."""
-        usage = BlobUsage(self.store.database, BlobAmount(1 << 30, 1000))
-        return collect(open_object_store(self.url), usage, NeededBlobs(self.store), grace_s)
+        shared = SharedBlobs(open_object_store(self.url), self.store.database, BlobAmount(1 << 30, 1000))
+        return shared.collect(NeededBlobs(self.store), grace_s)
 
 
 @pytest.fixture
@@ -79,6 +77,15 @@ def files(blobs: BlobStore) -> list[str]:
 async def content(blobs: BlobStore, name: str) -> bytes:
     async with blobs.acquired([name]):
         return blobs.read(name)
+
+
+async def upload(blobs: BlobStore, data: bytes) -> int:
+    upload = blobs.upload(name_of(data))
+    try:
+        upload.write(data)
+        return await blobs.finish_upload(upload)
+    finally:
+        upload.close()
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, method: str, replacement: Any) -> Any:
@@ -174,18 +181,14 @@ async def test_slow_transfers_of_a_tenant_do_not_hold_up_others(
     read, store = patched(monkeypatch, "read", slow), patched(monkeypatch, "put", slow)
     theirs = grace.for_tenant("slow")
     fetches = [asyncio.create_task(content(theirs, name)) for name in names]
-    uploads = [threading.Thread(target=put, args=(theirs, bytes([200 + number]))) for number in range(10)]
-    for upload in uploads:
-        upload.start()
+    uploads = [asyncio.create_task(upload(theirs, bytes([200 + number]))) for number in range(10)]
     assert await content(grace, other) == WEIGHTS
-    await asyncio.to_thread(put, grace, b"other")
-    assert not any(fetch.done() for fetch in fetches)
-    assert all(upload.is_alive() for upload in uploads)
+    await upload(grace, b"other")
+    assert not any(transfer.done() for transfer in (*fetches, *uploads))
     may_go_on.set()
     assert await asyncio.gather(*fetches) == [bytes([number]) for number in range(10)]
-    for upload in uploads:
-        await asyncio.to_thread(upload.join, 20)
-    assert theirs.held_count == 20
+    assert await asyncio.gather(*uploads) == [1] * 10
+    assert theirs.used.count == 20
 
 
 async def test_fetch_goes_on_when_nobody_waits(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +250,9 @@ def test_blobs_in_the_cache_are_known_while_the_object_store_is_away(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ada = servers.open("ada")
-    cached, other = put(ada, WEIGHTS), put(servers.open("grace"), b"other")
+    cached, other, recent = put(ada, WEIGHTS), put(servers.open("grace"), b"other"), b"recent"
+    ada = servers.open("ada")
+    put(ada, recent)
     programs = ProgramRegistry(servers.store, ada)
 
     def away(*_: object) -> None:
@@ -259,6 +264,8 @@ def test_blobs_in_the_cache_are_known_while_the_object_store_is_away(
         assert reason_name(refusal(ada.missing, [cached, other]).reason) == "UNAVAILABLE"
         # Other servers would need the object.
         assert reason_name(refusal(create, programs, "early", cached).reason) == "UNAVAILABLE"
+        # `gradrule registry gc` deletes no object that was stored in the last minutes.
+        create(programs, "recent", name_of(recent))
     assert ada.missing([cached, other]) == []
     create(programs, "late", cached)
 
@@ -284,7 +291,7 @@ async def test_few_lookups_wait_for_an_object_store_that_hangs(
     await asyncio.wait(calls)
     later = asyncio.create_task(blobs.look_up(lambda: blobs.missing(["1" * 64])))
     await asyncio.sleep(0)
-    assert blobs._shared._fetch_slots.waiting == 1
+    assert shared_of(blobs)._fetch_slots.waiting == 1
     assert not started.acquire(blocking=False)
     may_go_on.set()
     assert await later == ["1" * 64]
@@ -352,8 +359,8 @@ async def test_folder_that_is_not_mounted_loses_nothing(servers: Servers) -> Non
     folder.rmdir()
     (servers.path / "elsewhere").rename(folder)
     assert await content(grace, name) == WEIGHTS
-    grace.maintain()
-    assert grace.held_count == 1
+    shared_of(grace).maintain()
+    assert grace.used.count == 1
 
 
 async def test_damaged_file_of_the_cache_is_fetched_again(servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
@@ -417,10 +424,10 @@ def test_limits_count_the_blobs_of_all_servers(servers: Servers) -> None:
     ada, grace = (servers.open(name, capacity=2 * PAGE) for name in ("ada", "grace"))
     put(ada, b"1" * PAGE)
     second = put(grace, b"2" * PAGE)
-    assert (ada.held_bytes, grace.held_bytes) == (PAGE, 2 * PAGE)
+    assert (ada.used.size, grace.used.size) == (PAGE, 2 * PAGE)
     # What is there already needs no room.
     put(ada, b"2" * PAGE)
-    assert ada.held_bytes == 2 * PAGE
+    assert ada.used.size == 2 * PAGE
     found = refusal(put, ada, b"3" * PAGE)
     assert reason_name(found.reason) == "QUOTA_EXCEEDED"
     assert "delete programs and run `gradrule registry gc`, or start" in found.message
@@ -443,8 +450,8 @@ def test_objects_that_no_program_needs_are_deleted_after_a_grace_time(servers: S
     # The tenant's program needs its own blob only.
     assert servers.collect() == (2, len(WEIGHTS) + len(b"old"))
     assert (grace.missing([needed, old, young]), grace.for_tenant("math").missing([of_math])) == ([old], [of_math])
-    grace.maintain()
-    assert (grace.held_count, grace.for_tenant("math").held_count) == (2, 0)
+    shared_of(grace).maintain()
+    assert (grace.used.count, grace.for_tenant("math").used.count) == (2, 0)
     # However short the time, a program that is stored now finds its blobs.
     assert servers.collect(0.0) == (0, 0)
     ProgramRegistry(servers.store, ada).delete("kept")
@@ -494,6 +501,7 @@ def test_program_is_not_stored_if_its_blob_was_deleted(servers: Servers) -> None
     servers.age()
     servers.collect()
     # It stays in the cache of the server.
+    ada = servers.open("ada")
     assert files(ada) == [name]
     programs = ProgramRegistry(servers.store, ada)
     assert reason_name(refusal(create, programs, "late", name).reason) == "BLOB_NOT_FOUND"
@@ -517,7 +525,7 @@ def test_blobs_of_an_object_store_that_are_not_counted_are_counted_at_the_start(
     with servers.store.database.write() as connection:
         connection.exec_driver_sql("DELETE FROM blob_usage")
     grace = servers.open("grace")
-    assert (grace.held_bytes, grace.held_count, grace.for_tenant("math").held_count) == (PAGE, 1, 1)
+    assert (grace.used.size, grace.used.count, grace.for_tenant("math").used.count) == (PAGE, 1, 1)
 
 
 _KILLED = """
@@ -548,13 +556,13 @@ def test_killed_upload_is_invisible_and_is_cleaned_up(servers: Servers) -> None:
     servers.store = Store(servers.path / "registry")
     grace = servers.open("grace")
     name = name_of(WEIGHTS)
-    assert (grace.missing([name]), len(servers.objects), grace.held_count) == ([name], 1, 1)
+    assert (grace.missing([name]), len(servers.objects), grace.used.count) == ([name], 1, 1)
     assert servers.collect() == (0, 0)
     assert len(servers.objects) == 1
     servers.age()
     assert servers.collect() == (0, 0)
-    grace.maintain()
-    assert (servers.objects, grace.held_count) == ([], 0)
+    shared_of(grace).maintain()
+    assert (servers.objects, grace.used.count) == ([], 0)
     # The next start removes what the server itself had received.
     assert files(servers.open("ada")) == []
     assert put(grace, WEIGHTS) == name
@@ -578,8 +586,8 @@ def test_two_servers_may_upload_the_same_blob_at_once(servers: Servers, monkeypa
     assert len(servers.objects) == 1
     # Both have counted it, at most.
     assert servers.collect() == (0, 0)
-    ada.maintain()
-    assert ada.held_count == 1
+    shared_of(ada).maintain()
+    assert ada.used.count == 1
 
 
 def test_failed_upload_leaves_nothing(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,7 +605,7 @@ def test_failed_upload_leaves_nothing(servers: Servers, monkeypatch: pytest.Monk
             patched(patch, "put", fail)
             found = refusal(put, blobs, WEIGHTS)
         assert reason_name(found.reason) == reason
-        assert (blobs.held_count, files(blobs), blobs.missing([name_of(WEIGHTS)])) == (0, [], [name_of(WEIGHTS)])
+        assert (blobs.used.count, files(blobs), blobs.missing([name_of(WEIGHTS)])) == (0, [], [name_of(WEIGHTS)])
     put(blobs, WEIGHTS)
 
 

@@ -94,7 +94,7 @@ def test_tenants_have_separate_blobs(tmp_path: Path) -> None:
         [],
         [name],
     ]
-    assert again.for_tenant("ada").held_bytes == PAGE
+    assert again.for_tenant("ada").used.size == PAGE
 
 
 @pytest.mark.parametrize("tenant", ["../../etc", "a/b", ".", "\N{GREEK SMALL LETTER PI}", "a" * 128])
@@ -114,7 +114,7 @@ def test_bytes_of_a_tenant_are_limited(tmp_path: Path) -> None:
     with ada.pinned([second, third]):
         found = refusal(put, ada, b"d" * PAGE)
     assert "--tenant-blob-bytes" in found.message
-    assert ada.held_bytes == 2 * PAGE
+    assert ada.used.size == 2 * PAGE
 
 
 def test_tenant_with_most_bytes_loses_blobs_first(tmp_path: Path) -> None:
