@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 
 from gradrule_server.registry.backup import (
     BackupError,
@@ -38,8 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 2
     try:
-        with contextlib.closing(_ProgressLine(sys.stderr)) as progress:
-            return int(options.run(options, progress))
+        return int(options.run(options))
     except BackupError as failure:
         print(f"gradrule registry: {failure}", file=sys.stderr)
         return 1
@@ -123,30 +121,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _ProgressLine:
-    """A line on a terminal that shows what is done now; shows nothing if the stream is no terminal."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream if stream.isatty() else None
-
-    def __call__(self, text: str) -> None:
-        """Replaces the text of the line."""
-        if self._stream is not None:
-            self._write(text)
-
-    def close(self) -> None:
-        """Removes the line. Later texts are not shown."""
-        if self._stream is not None:
-            self._write("")
-            self._stream = None
-
-    def _write(self, text: str) -> None:
-        assert self._stream is not None
-        # Back to the start of the line, and erase it.
-        self._stream.write(f"\r\x1b[K{text}")
-        self._stream.flush()
-
-
 def _database_url(text: str) -> str:
     try:
         return check_url(text) if text else ""
@@ -159,25 +133,22 @@ def _registry_name(text: str) -> str:
     return _database_url(text) if ":/" in text else text
 
 
-def _backup(options: argparse.Namespace, progress: _ProgressLine) -> int:
-    report = backup(_place(options), options.file, progress=progress)
-    progress.close()
+def _backup(options: argparse.Namespace) -> int:
+    report = backup(_place(options), options.file)
     print(f"copied to {options.file}: {report}")
     _print_warnings(report, has_object_store=bool(options.blobs))
     return 0
 
 
-def _restore(options: argparse.Namespace, progress: _ProgressLine) -> int:
-    report = restore(options.file, _place(options), progress=progress)
-    progress.close()
+def _restore(options: argparse.Namespace) -> int:
+    report = restore(options.file, _place(options))
     print(f"restored to {_place(options)}: {report}")
     _print_warnings(report, has_object_store=True)
     return 0
 
 
-def _check(options: argparse.Namespace, progress: _ProgressLine) -> int:
-    report = check(_place(options), progress=progress)
-    progress.close()
+def _check(options: argparse.Namespace) -> int:
+    report = check(_place(options))
     for problem in report.problems:
         print(problem)
     _print_warnings(report, has_object_store=bool(options.blobs))
@@ -187,21 +158,18 @@ def _check(options: argparse.Namespace, progress: _ProgressLine) -> int:
     return 0 if is_valid else 1
 
 
-def _gc(options: argparse.Namespace, progress: _ProgressLine) -> int:
-    progress("deleting blobs")
+def _gc(options: argparse.Namespace) -> int:
     count, size = delete_unneeded_blobs(_place(options), options.grace_h * 3600)
-    progress.close()
     print(f"deleted from {options.blobs}: {count_noun(count, 'blob')}, {size / 1e6:.0f} MB")
     return 0
 
 
-def _copy(options: argparse.Namespace, progress: _ProgressLine) -> int:
+def _copy(options: argparse.Namespace) -> int:
     source, target = (
         RegistryPlace(options.data_dir, name, blobs) if is_postgres_url(name) else RegistryPlace(Path(name), "", blobs)
         for name, blobs in ((options.source, options.from_blobs), (options.target, options.to_blobs))
     )
-    report = copy_registry(source, target, progress=progress)
-    progress.close()
+    report = copy_registry(source, target)
     print(f"copied to {target}: {report}")
     _print_warnings(report, has_object_store=bool(options.from_blobs))
     return 0

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 import sqlite3
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -41,6 +40,8 @@ from gradrule_server.registry.data_folder import (
 from gradrule_server.registry.database import Database, import_postgres, open_database
 from gradrule_server.registry.database_url import describe_url
 from gradrule_server.registry.object_store import (
+    FolderObjects,
+    ObjectNotFoundError,
     ObjectStore,
     ObjectStoreError,
     check_owner,
@@ -56,7 +57,6 @@ from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, 
 from gradrule_server.rules.signature import count_noun
 
 _CHUNK_BYTES = 1 << 20
-_SHOW_EVERY_S = 0.1
 # The members of an archive.
 _ID, _RULES, _GRAPHS, _PROGRAMS, _BLOBS, _END = "registry", "rules", "graphs", "programs", "blobs", "sha256"
 
@@ -116,29 +116,21 @@ class _Entry(NamedTuple):
     pieces: Iterable[bytes]
 
 
-Progress = Callable[[str], object]
-"""Gets a short text about what is done now, up to ten times a second."""
-
-
-def _show_nothing(_: str) -> None:
-    pass
-
-
-def check(place: RegistryPlace, *, progress: Progress = _show_nothing) -> Report:
+def check(place: RegistryPlace) -> Report:
     """Reads and checks everything in a registry, also while a server uses it.
 
     Raises:
         BackupError: There is no registry, or its database or object store cannot be read.
     """
     report = Report()
-    for entry in _shown(_read_registry(place, report), report, progress):
+    for entry in _read_registry(place, report):
         for _ in entry.pieces:
             pass
     report.damaged_blobs = sum(1 for _ in (place.data_dir / BLOBS).rglob(f"{DAMAGED}*"))
     return report
 
 
-def backup(place: RegistryPlace, to: Path, *, progress: Progress = _show_nothing) -> Report:
+def backup(place: RegistryPlace, to: Path) -> Report:
     """Writes a backup of a registry to a new file, also while a server uses it. Raises `BackupError`."""
     if to.exists():
         raise BackupError(f"{to} exists already; name a file that does not exist")
@@ -150,7 +142,7 @@ def backup(place: RegistryPlace, to: Path, *, progress: Progress = _show_nothing
         unfinished.touch(0o600)
         try:
             with tarfile.open(unfinished, "w", format=tarfile.PAX_FORMAT) as archive:
-                for entry in _with_digest(_shown(_read_registry(place, report), report, progress)):
+                for entry in _with_digest(_read_registry(place, report)):
                     _write_member(archive, entry)
             _refuse_problems(report, f"the registry in {place}")
             sync_to_disk(unfinished)
@@ -162,7 +154,7 @@ def backup(place: RegistryPlace, to: Path, *, progress: Progress = _show_nothing
     return report
 
 
-def restore(file: Path, target: RegistryPlace, *, progress: Progress = _show_nothing) -> Report:
+def restore(file: Path, target: RegistryPlace) -> Report:
     """Restores a backup to a place without a registry, or with an empty one in PostgreSQL. Raises `BackupError`.
 
     The registry keeps its id, so an object store must be its own, or new.
@@ -170,25 +162,24 @@ def restore(file: Path, target: RegistryPlace, *, progress: Progress = _show_not
     Args:
         file: The backup; also the folder of one of releases that wrote folders.
         target: Where to restore it.
-        progress: Gets what is done now.
     """
     if file.is_dir():
-        return copy_registry(RegistryPlace(file), target, progress=progress)
+        return copy_registry(RegistryPlace(file), target)
     report = Report()
     with _errors(f"{file} is no backup, or it is damaged"), tarfile.open(file, "r:") as archive:
         try:
-            _install(_shown(_read_archive(archive, file, report), report, progress), target)
+            _install(_read_archive(archive, file, report), target)
         except (LookupError, ValueError, DecodeError) as cause:
             raise BackupError(f"{file} is damaged: it holds what no backup holds ({cause})") from cause
     return report
 
 
-def copy_registry(source: RegistryPlace, target: RegistryPlace, *, progress: Progress = _show_nothing) -> Report:
+def copy_registry(source: RegistryPlace, target: RegistryPlace) -> Report:
     """Copies a registry with its blobs to an empty one; see `restore`. Raises `BackupError`."""
     report = Report()
 
     def entries() -> Iterator[_Entry]:
-        yield from _shown(_read_registry(source, report), report, progress)
+        yield from _read_registry(source, report)
         _refuse_problems(report, f"the registry in {source}")
 
     _install(entries(), target)
@@ -210,9 +201,14 @@ def _read_registry(place: RegistryPlace, report: Report) -> Iterator[_Entry]:
         with _opened_snapshot(place) as store:
             yield from _read_rows(store, report)
             registry_id = store.registry_id()
-        objects = _open_objects(place, registry_id)
+        objects: ObjectStore = FolderObjects(place.data_dir / BLOBS)
+        if place.blobs_url:
+            objects = open_object_store(place.blobs_url)
+            check_owner(objects, registry_id)
         for tenant, name in sorted(report.blobs):
-            yield from _read_blob(place, objects, tenant, name, report)
+            folder = folder_name(tenant)
+            key = object_key(folder, name) if place.blobs_url else str(Path(folder, name))
+            yield from _read_blob(objects, key, tenant, name, report)
 
 
 def _read_rows(store: Store, report: Report) -> Iterator[_Entry]:
@@ -277,39 +273,20 @@ def _read_programs(store: Store, tenant: str, report: Report) -> Iterator[_Entry
         yield _message(_path(_PROGRAMS, tenant, program_id, "program"), row.summary)
 
 
-def _read_blob(
-    place: RegistryPlace, objects: ObjectStore | None, tenant: str, name: str, report: Report
-) -> Iterator[_Entry]:
+def _read_blob(objects: ObjectStore, key: str, tenant: str, name: str, report: Report) -> Iterator[_Entry]:
     """Yields a blob, unless it is missing; its bytes are verified."""
-    folder = folder_name(tenant)
-    file = None
-    if objects is None:
-        try:
-            file = (place.data_dir / BLOBS / folder / name).open("rb")
-        except FileNotFoundError:
-            report.missing.add((tenant, name))
-            return
-        size = os.fstat(file.fileno()).st_size
-        pieces = _chunks(file)
-    else:
-        key = object_key(folder, name)
-        item = objects.find([key]).get(key)
-        if item is None:
-            report.missing.add((tenant, name))
-            return
-        size = item.size
-        pieces = read_object(objects, key, size)
+    item = objects.find([key]).get(key)
+    if item is None:
+        report.missing.add((tenant, name))
+        return
 
     def verified() -> Iterator[bytes]:
         digest = hashlib.sha256()
-        for piece in pieces:
-            digest.update(piece)
-            yield piece
+        yield from _hashed(read_object(objects, key, item.size), digest)
         if digest.hexdigest() != name:
             report.problems.append(f"the blob {name} of tenant {tenant!r} is damaged: its bytes have another SHA-256")
 
-    with file or contextlib.nullcontext():
-        yield _Entry(_path(_BLOBS, tenant, name), size, verified())
+    yield _Entry(_path(_BLOBS, tenant, name), item.size, verified())
 
 
 def _read_archive(archive: tarfile.TarFile, file: Path, report: Report) -> Iterator[_Entry]:
@@ -397,31 +374,25 @@ def _install(entries: Iterable[_Entry], target: RegistryPlace) -> None:
     ):
         _check_empty(target)
         with contextlib.closing(Store(Path(made))) as staged:
-            _add(entries, staged, target)
+            files = BlobStore(Path(made, BLOBS) if target.blobs_url else data_dir / BLOBS, sys.maxsize)
+            _add(entries, staged, target, files)
             if target.url:
                 with _opened(target) as store, store.exclusively():
                     _check_unused(store, target)
-                    _add(_read_rows(staged, Report()), store, target)
+                    _add(_read_rows(staged, Report()), store, target, files)
         if not target.url:
             # Copy the database last: a folder without a database is not a registry.
             copy_database(Path(made) / DATABASE_FILE, data_dir / DATABASE_FILE)
 
 
-def _add(entries: Iterable[_Entry], store: Store, target: RegistryPlace) -> None:
-    """Adds entries to an empty registry. `target`: where blobs are put."""
+def _add(entries: Iterable[_Entry], store: Store, target: RegistryPlace, files: BlobStore) -> None:
+    """Adds entries to an empty registry. `files`: where blobs are put, before they go to the target's object store."""
     objects: ObjectStore | None = None
-    files = None if target.blobs_url else BlobStore(target.data_dir / BLOBS, sys.maxsize)
     graph, parts = b"", dict[str, bytes]()
     for entry in entries:
         kind, *path = map(unquote, entry.name.split("/"))
         if kind == _BLOBS:
-            if not BLOB_NAME.fullmatch(path[1]):
-                raise ValueError(f"the name of the blob {path[1]!r} is no SHA-256")
-            if files is not None:
-                _put_file(files.for_tenant(path[0]), path[1], entry.pieces)
-            else:
-                assert objects is not None
-                _put_object(objects, path[0], path[1], entry.pieces)
+            _put_blob(files.for_tenant(path[0]), objects, path[1], entry.pieces)
             continue
         data = b"".join(entry.pieces)
         if kind == _ID:
@@ -447,25 +418,17 @@ def _add(entries: Iterable[_Entry], store: Store, target: RegistryPlace) -> None
                 store.add_program(row, content, path[0])
 
 
-def _put_file(blobs: BlobStore, name: str, pieces: Iterable[bytes]) -> None:
-    upload = blobs.upload(name)
+def _put_blob(files: BlobStore, objects: ObjectStore | None, name: str, pieces: Iterable[bytes]) -> None:
+    upload = files.upload(name)
     try:
         for piece in pieces:
             upload.write(piece)
         upload.finish()
     finally:
         upload.close()
-
-
-def _put_object(objects: ObjectStore, tenant: str, name: str, pieces: Iterable[bytes]) -> None:
-    digest = hashlib.sha256()
-    with tempfile.NamedTemporaryFile(prefix="gradrule-blob-") as file:
-        for piece in _hashed(pieces, digest):
-            file.write(piece)
-        file.flush()
-        if digest.hexdigest() != name:
-            raise ValueError(f"the bytes of the blob {name} have another SHA-256")
-        objects.put(object_key(folder_name(tenant), name), Path(file.name))
+    if objects is not None:
+        objects.put(object_key(files.folder_name, name), files.folder / name)
+        (files.folder / name).unlink()
 
 
 @contextlib.contextmanager
@@ -497,14 +460,6 @@ def _opened_snapshot(place: RegistryPlace) -> Iterator[Store]:
         copy_database(file, Path(made) / DATABASE_FILE)
         with contextlib.closing(Store(Path(made))) as store:
             yield store
-
-
-def _open_objects(place: RegistryPlace, registry_id: str) -> ObjectStore | None:
-    if not place.blobs_url:
-        return None
-    objects = open_object_store(place.blobs_url)
-    check_owner(objects, registry_id)
-    return objects
 
 
 def _check_empty(target: RegistryPlace) -> None:
@@ -542,17 +497,6 @@ def _path(kind: str, *parts: str) -> str:
     return "/".join((kind, *(quote(part, safe="") for part in parts)))
 
 
-def _shown(entries: Iterable[_Entry], report: Report, progress: Progress) -> Iterator[_Entry]:
-    """Yields the entries, and shows the progress."""
-    done_bytes, shown_at = 0, 0.0
-    for entry in entries:
-        if (now := time.monotonic()) - shown_at >= _SHOW_EVERY_S:
-            shown_at = now
-            progress(f"{entry.name.partition('/')[0]}: {report}, {done_bytes / 1e6:.0f} MB done")
-        yield entry
-        done_bytes += entry.size
-
-
 @contextlib.contextmanager
 def _errors(what: str) -> Iterator[None]:
     """Raises `BackupError` in place of errors of files, databases and object stores. `what`: what failed."""
@@ -564,6 +508,8 @@ def _errors(what: str) -> Iterator[None]:
         raise BackupError(f"{what}: {cause.message}") from cause
     except SQLAlchemyError as cause:
         raise BackupError(f"{what}: {type(cause).__name__}") from cause
+    except ObjectNotFoundError as cause:
+        raise BackupError(f"{what}: the blob {cause} was deleted meanwhile; try again") from cause
     except (OSError, sqlite3.Error, tarfile.TarError) as cause:
         raise BackupError(f"{what}: {cause}") from cause
 

@@ -82,13 +82,11 @@ class ObjectStore(Protocol):
 
 
 class FolderObjects:
-    """Objects as files of a folder, for example on NFS. Raises `StoreError` if the folder does not exist."""
+    """Objects as files of a folder, for example on NFS."""
 
     def __init__(self, folder: Path) -> None:
-        self.url = folder.as_uri()
+        self.url = folder.absolute().as_uri()
         self._folder = folder
-        if not folder.is_dir():
-            raise StoreError(f"the folder of --blobs {self.url} does not exist; create it, or mount it")
 
     def put(self, key: str, content: Path | bytes) -> None:
         target = self._folder / key
@@ -201,7 +199,9 @@ def open_object_store(url: str) -> ObjectStore:
     if parts.query or parts.fragment:
         raise StoreError("--blobs must be file:///folder or s3://bucket/prefix, without ? and #")
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
-        return FolderObjects(Path(unquote(parts.path)))
+        if not (folder := Path(unquote(parts.path))).is_dir():
+            raise StoreError(f"the folder of --blobs {folder.as_uri()} does not exist; create it, or mount it")
+        return FolderObjects(folder)
     if parts.scheme == "s3" and parts.netloc:
         try:
             from gradrule_server.registry.s3_objects import S3Objects

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
-import pty
 import shutil
 import signal
 import sqlite3
@@ -127,52 +125,6 @@ def test_report_has_the_right_plurals(store: Store, data: Path) -> None:
     assert str(check(RegistryPlace(data))) == "2 rules and 1 program of 2 tenants, with 1 blob"
     store.remove_rule("Q")
     assert str(check(RegistryPlace(data))) == "1 rule and 1 program of 1 tenant, with 1 blob"
-
-
-def test_progress_is_reported(store: Store, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr("gradrule_server.registry.backup._SHOW_EVERY_S", 0.0)
-    backup(RegistryPlace(data), tmp_path / "copy", progress=shown.append)
-    last = "blobs: 2 rules and 1 program of 2 tenants, with 1 blob, 0 MB done"
-    assert (shown[0].partition(":")[0], shown[-1]) == ("registry", last)
-    shown.clear()
-    restore(tmp_path / "copy", RegistryPlace(tmp_path / "restored"), progress=shown.append)
-    assert shown[-1] == last
-    shown.clear()
-    copy_registry(RegistryPlace(data), RegistryPlace(tmp_path / "copied"), progress=shown.append)
-    assert shown[-1] == last
-
-
-def run_in_terminal(*arguments: str) -> tuple[str, str]:
-    """Runs `gradrule registry` with a terminal as standard error; returns standard output and what the terminal got."""
-    terminal, end = pty.openpty()
-    command = [sys.executable, "-m", "gradrule_server", "registry", *arguments]
-    with open(terminal, "rb", buffering=0) as reader:
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=end, text=True, check=False)
-        finally:
-            os.close(end)
-        shown = b""
-        # Linux reports the end of a terminal as an error.
-        with contextlib.suppress(OSError):
-            while part := reader.read(4096):
-                shown += part
-    assert done.returncode == 0, shown
-    return done.stdout, shown.decode()
-
-
-def test_progress_is_shown_only_in_a_terminal(store: Store, data: Path, tmp_path: Path) -> None:
-    arguments = ("backup", "--data-dir", str(data))
-    said, shown = run_in_terminal(*arguments, str(tmp_path / "one"))
-    erase = "\r\x1b[K"
-    # Each text replaces the one before, and nothing is left.
-    assert shown.split(erase)[1] == "registry: no rules and no programs of no tenants, with no blobs, 0 MB done"
-    assert shown.endswith(erase)
-    command = [sys.executable, "-m", "gradrule_server", "registry", *arguments, str(tmp_path / "two")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stderr, done.returncode) == ("", 0)
-    assert done.stdout == said.replace("/one", "/two")
-    assert "of 2 tenants, with 1 blob\n" in said
 
 
 def test_log_of_a_killed_server_does_not_change_a_restored_registry(store: Store, data: Path, tmp_path: Path) -> None:
