@@ -19,7 +19,7 @@ def call_values(request: evaluate_pb2.EvaluateRequest) -> bytes:
 
 def call_payload(message: Message, request: evaluate_pb2.EvaluateRequest, received_ns: int = 0) -> bytes:
     """Returns the payload of a frame with a message and a call, which is given in the plain form."""
-    return b"".join(with_values(message, received_ns, [call_values(request)]))
+    return b"".join(with_values(message.SerializeToString(), received_ns, [call_values(request)]))
 
 
 def contents_of(payload: Buffer) -> list[bytes]:

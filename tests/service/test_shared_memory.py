@@ -73,7 +73,8 @@ def _graph() -> Any:
 
 
 async def _ask(pool: EnginePool, kind: Kind, request: Message, values: bytes = b"") -> bytes:
-    payload = [request.SerializeToString()] if kind is Kind.COMPILE else with_values(request, 0, [values])
+    message = request.SerializeToString()
+    payload = [message] if kind is Kind.COMPILE else with_values(message, 0, [values])
     return await pool.engines[0].call(kind, payload, asyncio.get_running_loop().time() + 60)
 
 

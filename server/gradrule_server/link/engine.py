@@ -266,6 +266,7 @@ class Engine:
         ends_at: float,
         recorder: OutcomeRecorder | None = None,
         on_question: Callable[[EngineRequest, bytes], None] | None = None,
+        suffix: bytes = b"",
         batch_key: BatchKey | None = None,
         memory: MemoryUse | None = None,
     ) -> bytes:
@@ -277,6 +278,7 @@ class Engine:
             ends_at: Loop time of the deadline.
             recorder: Records what the request does to the engine.
             on_question: Called with each question of the engine.
+            suffix: Bytes to append to the answer.
             batch_key: Requests of one key may run together.
             memory: The client's memory that the request uses.
 
@@ -286,7 +288,7 @@ class Engine:
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        request = self.submit(kind, payload, recorder, batch_key=batch_key, memory=memory)
+        request = self.submit(kind, payload, recorder, suffix, batch_key, memory)
         if on_question is not None:
             request.on_question = functools.partial(on_question, request)
         try:

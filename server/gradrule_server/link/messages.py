@@ -6,11 +6,9 @@ Payloads come in parts: large bytes, such as the tensors of a call, are not copi
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from google.protobuf.message import Message
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError, NoMemoryLeft, Resource
@@ -155,18 +153,14 @@ def release_payload(handle: str) -> bytes:
     return link_pb2.ReleaseRequest(handle=handle).SerializeToString()
 
 
-def with_values(message: Message, received_ns: int, values: Sequence[bytes]) -> Sequence[bytes]:
+def with_values(message: bytes, received_ns: int, values: Sequence[bytes]) -> Sequence[bytes]:
     """Returns the payload of a RUN, FORWARD, PULL_BACK or SESSION frame.
 
     Args:
-        message: The message of the frame.
+        message: Bytes of the message of the frame.
         received_ns: When the front end read the request, CLOCK_MONOTONIC.
         values: Bytes of an `EvaluateRequest` with a header, in parts. Empty for an action of a session without tensors.
     """
-    return _with_values(message.SerializeToString(), received_ns, values)
-
-
-def _with_values(message: bytes, received_ns: int, values: Sequence[bytes]) -> Sequence[bytes]:
     return _PREFIX.pack(len(message), received_ns) + message, *values
 
 
@@ -192,29 +186,3 @@ def split_values(payload: Buffer) -> ReceivedRequest:
         raise ValueError(f"no message with values: {cause}") from None
     end = _PREFIX.size + size
     return ReceivedRequest(bytes(payload[_PREFIX.size : end]), received_ns, payload[end:])
-
-
-@dataclass(slots=True, eq=False)
-class RunTemplate:
-    """Builds the payloads of RUN frames of one program with equal params: only values and times differ.
-
-    Attributes:
-        settings: Bytes of a `RunRequest` with params and blob folder.
-    """
-
-    settings: bytes
-    message: bytes = field(default=b"", init=False)
-    """Bytes of a `RunRequest`."""
-
-    @classmethod
-    def create(cls, params: Iterable[link_pb2.ParamSetting], blob_folder: str) -> RunTemplate:
-        """Returns a template. `blob_folder`: as in `RunRequest`."""
-        return cls(link_pb2.RunRequest(params=params, blob_folder=blob_folder).SerializeToString())
-
-    def set_key(self, key: str) -> None:
-        """Sets the program's key in the engine that runs the next calls."""
-        self.message = self.settings + link_pb2.RunRequest(key=key).SerializeToString()
-
-    def payload(self, received_ns: int, values: Sequence[bytes]) -> Sequence[bytes]:
-        """Returns the payload for one call; the arguments are those of `with_values`."""
-        return _with_values(self.message, received_ns, values)

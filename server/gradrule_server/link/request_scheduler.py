@@ -196,6 +196,8 @@ class RequestScheduler(abc.ABC):
         # An engine compiles one program at a time; other compilations would only block its threads.
         if self._busy >= self.threads or (request.kind is Kind.COMPILE and self._compiling):
             return False
+        if request.batch_key is None:
+            return True
         held_until = self._batches.held_until(request)
         return not held_until or self.loop.time() >= held_until
 
@@ -216,7 +218,8 @@ class RequestScheduler(abc.ABC):
         batches = self._batches
         others = batches.companions(request) if self._waiting else ()
         self._busy += 1
-        batches.started(request, 1 + len(others))
+        if request.batch_key is not None:
+            batches.started(request, 1 + len(others))
         if others:
             self._start_together([request, *others])
             return
@@ -281,7 +284,8 @@ class RequestScheduler(abc.ABC):
         request.end()
         if request.batch is None:
             self._busy -= 1
-            self._batches.ended(request, 1)
+            if request.batch_key is not None:
+                self._batches.ended(request, 1)
         if request.recorder is not None and request.started_at is not None and not is_fault:
             request.recorder.record_completion(self.loop.time() - request.started_at)
         if request.kind is Kind.COMPILE:

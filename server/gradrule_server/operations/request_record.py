@@ -173,15 +173,9 @@ class RequestRecord:
         """The times of the engine's run; zeros before it has answered."""
         return NOT_RUN if self.read_engine_run is None else self.read_engine_run()
 
-    def record_engine_run(self, sent_to_engine_ns: int, read: Callable[[], EngineRun]) -> None:
-        """Records that an engine has answered. `read` returns the times of the run; it is called only when needed."""
-        self.sent_to_engine_ns, self.read_engine_run = sent_to_engine_ns, read
-
 
 _EVALUATE_FIELDS = evaluate_pb2.EvaluateResponse.DESCRIPTOR.fields_by_name
 EVALUATE_TIMINGS, EVALUATE_DEVICE = _EVALUATE_FIELDS["timings"].number, _EVALUATE_FIELDS["device"].number
-# Caches, as metrics name them, in which a call whose header is known finds its program.
-_HITS_OF_KNOWN_CALL = {"programs": 1, "loaded": 1}
 PULL_BACK_TIMINGS = evaluate_pb2.PullBackResponse.DESCRIPTOR.fields_by_name["timings"].number
 
 _current: ContextVar[RequestRecord | None] = ContextVar("gradrule_request", default=None)
@@ -265,22 +259,16 @@ def record_run(response: bytes, sent_ns: int) -> None:
     """Records an engine's encoded `EvaluateResponse`. `sent_ns`: when the request was sent to the engine."""
     request = _current.get()
     if request is not None:
-        request.record_engine_run(sent_ns, lambda: _engine_run(response, EVALUATE_TIMINGS, EVALUATE_DEVICE))
-
-
-def record_known_call(response: bytes, sent_ns: int) -> None:
-    """Records the same of a call that found its program in both caches."""
-    request = _current.get()
-    if request is not None:
-        request.hits = _HITS_OF_KNOWN_CALL
-        request.record_engine_run(sent_ns, lambda: _engine_run(response, EVALUATE_TIMINGS, EVALUATE_DEVICE))
+        request.sent_to_engine_ns = sent_ns
+        request.read_engine_run = lambda: _engine_run(response, EVALUATE_TIMINGS, EVALUATE_DEVICE)
 
 
 def record_pull_back(response: bytes, sent_ns: int) -> None:
     """Records an engine's encoded `PullBackResponse`. `sent_ns`: when the request was sent to the engine."""
     request = _current.get()
     if request is not None:
-        request.record_engine_run(sent_ns, lambda: _engine_run(response, PULL_BACK_TIMINGS))
+        request.sent_to_engine_ns = sent_ns
+        request.read_engine_run = lambda: _engine_run(response, PULL_BACK_TIMINGS)
 
 
 def _engine_run(response: bytes, timings_field: int, device_field: int = 0) -> EngineRun:

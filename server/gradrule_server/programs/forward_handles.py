@@ -140,8 +140,7 @@ class StreamHandles:
         try:
             run = await self._runner.forward(call, name, received_ns, ends_at)
             # The handle does not keep the program, whose bytes no quota counts.
-            recorder = manager.program_service.runner.recovery().recorder(run.workload)
-            handle = _Handle(name, run.process, recorder, run.kept_bytes, min(ttl_s, manager.ttl_s))
+            handle = _Handle(name, run.process, run.recorder, run.kept_bytes, min(ttl_s, manager.ttl_s))
             # Another call may have made an engine keep handles since this one started.
             manager.program_service.pool.check_may_keep(run.process.engine)
             manager.add(handle, is_within_quota=run.is_within_quota)
@@ -167,7 +166,7 @@ class StreamHandles:
             self.close(name)
             raise _expired(f"the handle {name!r} was lost with its engine")
         message = link_pb2.PullBackRequest(handle=name, blob_folder=self._manager.blob_folder)
-        payload = with_values(message, received_ns, translate_pull_back(request).values)
+        payload = with_values(message.SerializeToString(), received_ns, translate_pull_back(request).values)
         self._stop_timer(handle)
         try:
             answer = await self._run_backward(handle, payload, ends_at)

@@ -81,6 +81,8 @@ class Load:
 
     program: Loadable
     engine: Engine
+    loads: OrderedDict[str, Load]
+    """The programs of its process by key, least recently used first."""
     generation: int
     engine_key: str
     work: EngineRequest
@@ -91,14 +93,17 @@ class Load:
     """Whether a run of it has completed."""
     loading_s: float = 0.0
     """How long the engine took to load it, seconds."""
-    is_forgotten: bool = False
-    """Whether the engine has unloaded the program, or will soon."""
+    is_loaded: bool = False
+    """Whether loading has succeeded, and the engine was not told to unload the program."""
 
     @property
     def is_available(self) -> bool:
         """Whether calls can use the program now."""
-        is_current = self.generation == self.engine.generation and not self.engine.is_given_away
-        return is_current and not self.is_forgotten and self.is_loaded
+        return self.is_loaded and self.generation == self.engine.generation and not self.engine.is_given_away
+
+    def mark_used(self) -> None:
+        """Marks it as used, so that others are unloaded before it; it is available, or being loaded."""
+        self.loads.move_to_end(self.program.key)
 
     @property
     def least_run_s(self) -> float:
@@ -109,12 +114,6 @@ class Load:
     def is_done(self) -> bool:
         """Whether loading has ended, successfully or not."""
         return self.work.answer.done()
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether loading has succeeded."""
-        answer = self.work.answer
-        return answer.done() and not answer.cancelled() and answer.exception() is None
 
     @property
     def waits_long(self) -> bool:
@@ -202,13 +201,12 @@ class LoadedPrograms:
             GradruleError: BLOB_NOT_FOUND, ENGINE_UNAVAILABLE.
         """
         engine, since = engine or self._best(program), asyncio.get_running_loop().time()
-        loads = self._of(engine).loads
-        load = loads.get(program.key)
+        load = self._of(engine).loads.get(program.key)
         record_cache_lookup("loaded", is_hit=load is not None)
         if load is None:
             load = self._start(engine, program, ends_at, recorder)
         else:
-            loads.move_to_end(program.key)
+            load.mark_used()
         load.holders += 1
         if load.holders == 1:
             engine.limit_run(load.work, load.ends_at, LONGEST_LOAD_S)
@@ -253,10 +251,6 @@ class LoadedPrograms:
             return None
         return load if load is not None and load.is_available else None
 
-    def mark_used(self, load: Load) -> None:
-        """Marks a loaded program as used, so that others are dropped before it."""
-        self._of(load.engine).loads.move_to_end(load.program.key)
-
     async def wait(self, load: Load, *, may_move: bool = False) -> bytes:
         """Waits until a held program is loaded, and returns the engine's answer. Raises `EngineLost`.
 
@@ -299,12 +293,12 @@ class LoadedPrograms:
 
     def forget(self, load: Load) -> None:
         """Removes a program that the engine does not have."""
-        load.is_forgotten = True
+        load.is_loaded = False
         load.engine.memory.forget(load.engine_key)
-        loads = self._of(load.engine).loads
-        if loads.get(load.program.key) is load:
-            del loads[load.program.key]
-            load.engine.programs = len(loads)
+        if load.loads.get(load.program.key) is load:
+            del load.loads[load.program.key]
+            if load.generation == load.engine.generation:
+                load.engine.programs = len(load.loads)
 
     def _of(self, engine: Engine) -> _EngineLoads:
         """Returns the programs of an engine's current process."""
@@ -333,15 +327,19 @@ class LoadedPrograms:
         engine.memory.add(engine_key)
         found = self._of(engine)
         found.started += 1
-        load = found.loads[program.key] = Load(program, engine, engine.generation, engine_key, work, ends_at)
+        load = found.loads[program.key] = Load(
+            program, engine, found.loads, engine.generation, engine_key, work, ends_at
+        )
         engine.programs = len(found.loads)
         work.answer.add_done_callback(lambda _: self._complete(load))
         return load
 
     def _complete(self, load: Load) -> None:
-        if not load.is_loaded:
+        answer = load.work.answer
+        if answer.cancelled() or answer.exception() is not None:
             self.forget(load)
             return
+        load.is_loaded = True
         if load.work.started_at is not None:
             load.loading_s = asyncio.get_running_loop().time() - load.work.started_at
         if load.is_available:

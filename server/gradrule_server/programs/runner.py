@@ -10,75 +10,96 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
-from gradrule_server.errors import GradruleError, error
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.errors import GradruleError, NoMemoryLeft, error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import RunTemplate, release_payload, with_values
+from gradrule_server.link.messages import release_payload, with_values
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request_record import record_run, timing_compilation
-from gradrule_server.programs.call_requests import EvaluateCall
+from gradrule_server.operations.request_record import record_cache_lookup, record_run, timing_compilation
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.loaded import Load, LoadedPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
-from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
+from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore
 
 
-def turn_ends_at(ends_at: float, message: evaluate_pb2.EvaluateHeader | link_pb2.RawSessionRequest) -> float:
+def run_limit_s(message: evaluate_pb2.EvaluateHeader | link_pb2.RawSessionRequest) -> float:
+    """Returns the `run_timeout` of a call in seconds; infinity if it has none."""
+    return message.run_timeout.ToNanoseconds() / 1e9 if message.HasField("run_timeout") else math.inf
+
+
+def turn_ends_at(ends_at: float, limit_s: float) -> float:
     """Returns the loop time until which a call waits for its turn on an engine: at most for its `run_timeout`.
 
-    `ends_at`: Loop time of its deadline; 0: none.
+    Args:
+        ends_at: Loop time of its deadline; 0: none.
+        limit_s: Its `run_timeout`, seconds; infinity: none.
     """
-    if not message.HasField("run_timeout"):
+    if limit_s == math.inf:
         return ends_at
-    return min(ends_at or math.inf, asyncio.get_running_loop().time() + message.run_timeout.ToNanoseconds() / 1e9)
+    return min(ends_at or math.inf, asyncio.get_running_loop().time() + limit_s)
 
 
-def may_batch(program: RunnableProgram, header: evaluate_pb2.EvaluateHeader) -> bool:
-    """Returns whether a program and its caller allow that a call runs together with others.
+@dataclass(slots=True, eq=False)
+class CallPlan:
+    """What is decided once about the calls of one header.
 
-    Raises MALFORMED_REQUEST if the call, and not the program, declares the axis of examples.
+    Attributes:
+        program: Their program.
+        settings: Bytes of a `RunRequest` with params and blob folder.
+        recorder: Records what they do to engines.
+        suffix: Bytes that end each answer: digests, and the description of a program that the call holds.
+        run_limit_s: Most seconds of a run; infinity: only the deadline limits it.
+        is_batched: Whether they may run together with others.
+        load: The program in the engine that runs the next call; `message` and `batch_key` belong to it.
+        message: Bytes of a `RunRequest`: the settings with the program's key in that engine.
+        batch_key: Key of the calls that they may run together with; None: they run alone.
     """
-    if header.batching.HasField("axis"):
-        message = "the axis is part of the program: set spec.batching.axis when it is compiled"
-        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, field="batching.axis")
-    return program.loadable.is_batched and (header.batching.allowed or not header.batching.HasField("allowed"))
 
+    program: RunnableProgram
+    settings: bytes
+    recorder: OutcomeRecorder
+    suffix: bytes
+    run_limit_s: float
+    is_batched: bool
+    load: Load | None = None
+    message: bytes = b""
+    batch_key: BatchKey | None = None
 
-def run_limit_s(header: evaluate_pb2.EvaluateHeader) -> float:
-    """Returns the request's `run_timeout` in seconds; infinity if it has none."""
-    return header.run_timeout.ToNanoseconds() / 1e9 if header.HasField("run_timeout") else math.inf
-
-
-def run_limit_error(limit_s: float) -> GradruleError:
-    """Returns the error of a run that takes longer than its `run_timeout`, seconds."""
-    message = f"not done within {limit_s:.3g} s, not counting the time for compiling (run_timeout)"
-    return error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, message, field="run_timeout")
+    def set_load(self, load: Load) -> None:
+        """Sets the engine that runs the next call."""
+        self.load = load
+        self.message = self.settings + link_pb2.RunRequest(key=load.engine_key).SerializeToString()
+        self.batch_key = BatchKey(load.engine_key, self.settings) if self.is_batched else None
 
 
 class Run(NamedTuple):
     """One run of a loaded program.
 
     Attributes:
-        template: Builds the messages to the engine that has loaded it.
-        received_ns: When the run began to wait for the engine, CLOCK_MONOTONIC.
+        plan: How it runs.
+        load: The program in an engine.
         values: Bytes of an `EvaluateRequest` with a header, in parts.
-        batch_key: Key of the calls that it may run together with; None: it runs alone.
+        received_ns: When the run began to wait for the engine, CLOCK_MONOTONIC.
+        ends_at: Loop time at which it ends at the latest.
+        recorder: Records what it does to the engine.
     """
 
-    template: RunTemplate
-    received_ns: int
+    plan: CallPlan
+    load: Load
     values: Sequence[bytes]
-    batch_key: BatchKey | None
+    received_ns: int
+    ends_at: float
+    recorder: OutcomeRecorder
 
     @property
     def request(self) -> link_pb2.RunRequest:
         """The message of the run, for messages that hold it."""
-        return link_pb2.RunRequest.FromString(self.template.message)
+        return link_pb2.RunRequest.FromString(self.plan.message)
 
 
 class RunMode(Protocol):
@@ -96,7 +117,7 @@ class RunMode(Protocol):
         """Removes what a run left in an engine, before it runs in another one; None: it leaves nothing."""
         ...
 
-    async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
+    async def run(self, run: Run) -> bytes:
         """Runs a loaded program; returns the bytes of an `EvaluateResponse`."""
         ...
 
@@ -113,74 +134,43 @@ class RunOnce:
     undo: Callable[[Engine], None] | None = None
     memory: MemoryUse | None = None
 
-    async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
-        payload = run.template.payload(run.received_ns, run.values)
-        return await engine.call(Kind.RUN, payload, self.ends_at, recorder, batch_key=run.batch_key, memory=self.memory)
+    async def run(self, run: Run) -> bytes:
+        plan = run.plan
+        payload = with_values(plan.message, run.received_ns, run.values)
+        return await run.load.engine.call(
+            Kind.RUN,
+            payload,
+            run.ends_at,
+            run.recorder,
+            suffix=plan.suffix,
+            batch_key=plan.batch_key,
+            memory=self.memory,
+        )
 
 
 @dataclass(slots=True)
 class RunForward:
     """Runs forward only; the engine keeps what the backward part needs, under the name `handle`.
 
-    `kept_bytes`: Bytes that the engine keeps; set by `run`.
+    `kept`: What the engine keeps, without the answer; set by `run`.
     """
 
     ends_at: float
     handle: str
-    kept_bytes: int = 0
+    kept: ForwardRun | None = None
     pinned: Engine | None = None
 
     def undo(self, engine: Engine) -> None:
         engine.notify(Kind.RELEASE, release_payload(self.handle))
 
-    async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
+    async def run(self, run: Run) -> bytes:
+        engine = run.load.engine
         message = link_pb2.ForwardRequest(run=run.request, handle=self.handle)
-        payload = with_values(message, run.received_ns, run.values)
-        reply = link_pb2.ForwardReply.FromString(await engine.call(Kind.FORWARD, payload, self.ends_at, recorder))
-        self.kept_bytes = reply.kept_bytes
-        return reply.response
-
-
-@dataclass(slots=True)
-class RunInSession:
-    """Runs with the variables of a session.
-
-    `store`: variables that get the outputs as values. `optimizer`: applies the gradients of `loss`. `handle`: under
-    this name the engine keeps a forward run. `reply`: size and steps of the session; set by `run`.
-    """
-
-    channel: SessionChannel
-    ends_at: float
-    store: tuple[str, ...] = ()
-    optimizer: session_pb2.Optimizer | None = None
-    loss: str = ""
-    handle: str = ""
-    reply: link_pb2.SessionReply | None = None
-    undo: Callable[[Engine], None] | None = None
-
-    @property
-    def pinned(self) -> Engine | None:
-        return self.channel.engine
-
-    async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
-        self.reply = await self.channel.run(run, self, recorder)
-        return self.reply.response
-
-
-class SessionChannel(Protocol):
-    """Sends messages to the engine that holds a session."""
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that holds the session."""
-        ...
-
-    async def run(self, run: Run, mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
-        """Runs a program.
-
-        Raises `EngineLost` if the engine ends meanwhile, SESSION_LOST if it had ended before.
-        """
-        ...
+        payload = with_values(message.SerializeToString(), run.received_ns, run.values)
+        answer = await engine.call(Kind.FORWARD, payload, run.ends_at, run.recorder)
+        reply = link_pb2.ForwardReply.FromString(answer)
+        self.kept = ForwardRun(b"", reply.kept_bytes, ProcessRef(engine, run.load.generation), run.plan.recorder)
+        return reply.response + run.plan.suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,20 +186,6 @@ class ProcessRef:
         return self.generation != self.engine.generation
 
 
-class RunResult(NamedTuple):
-    """The result of a run.
-
-    Attributes:
-        answer: Bytes of an `EvaluateResponse`.
-        process: Where the program ran.
-        template: Builds messages for further runs with these params.
-    """
-
-    answer: bytes
-    process: ProcessRef
-    template: RunTemplate
-
-
 class ForwardRun(NamedTuple):
     """A forward run that an engine keeps.
 
@@ -217,14 +193,14 @@ class ForwardRun(NamedTuple):
         answer: Bytes of an `EvaluateResponse`.
         kept_bytes: Bytes that the engine keeps on the device.
         process: The engine process that keeps it.
-        workload: What the program counts as in the history of crashes.
+        recorder: Records what pulling back does to the engine.
         is_within_quota: Whether the engine has checked `kept_bytes`, before the run changed variables of a session.
     """
 
     answer: bytes
     kept_bytes: int
     process: ProcessRef
-    workload: Workload
+    recorder: OutcomeRecorder
     is_within_quota: bool = False
 
 
@@ -240,99 +216,158 @@ class ProgramRunner:
         self._loaded = loaded
         self._blobs = blobs
 
-    def recovery(self, mode: RunMode | None = None) -> CallRecovery[Engine]:
-        """Returns what runs one call again if its engine ends."""
-        if mode is None:
-            return CallRecovery(self._loaded.pool, self._loaded.crash_history)
-        return CallRecovery(self._loaded.pool, self._loaded.crash_history, ends_at=mode.ends_at, pinned=mode.pinned)
+    def recovery(self, ends_at: float, pinned: Engine | None = None, limit_s: float = math.inf) -> CallRecovery[Engine]:
+        """Returns what runs one call again if its engine ends; see `CallRecovery` and `turn_ends_at`."""
+        recovery = CallRecovery(self._loaded.pool, self._loaded.crash_history, ends_at=ends_at, pinned=pinned)
+        recovery.turn_ends_at = turn_ends_at(ends_at, limit_s)
+        return recovery
+
+    def plan(
+        self, program: RunnableProgram, header: evaluate_pb2.EvaluateHeader, *, describes: bool = False
+    ) -> CallPlan:
+        """Decides how calls with a header run.
+
+        `describes`: Whether their answers describe the program.
+
+        Raises:
+            GradruleError: Params are invalid. MALFORMED_REQUEST if the call, and not the program, declares the axis of
+                examples.
+        """
+        compiled, batching = program.compiled, header.batching
+        if batching.HasField("axis"):
+            message = "the axis is part of the program: set spec.batching.axis when it is compiled"
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, field="batching.axis")
+        params = compiled.param_settings(header.params)
+        return CallPlan(
+            program,
+            link_pb2.RunRequest(params=params, blob_folder=self._blobs.folder_name).SerializeToString(),
+            OutcomeRecorder(self._loaded.crash_history, program.loadable.workload),
+            compiled.digests_tail + compiled.tail if describes else compiled.digests_tail,
+            run_limit_s(header),
+            program.loadable.is_batched and (batching.allowed or not batching.HasField("allowed")),
+        )
 
     async def run(
         self,
-        program: RunnableProgram,
-        call: EvaluateCall,
+        plan: CallPlan,
+        values: Sequence[bytes],
         received_ns: int,
-        compile_started_ns: int,
+        started_ns: int,
         mode: RunMode,
         *,
-        recovery: CallRecovery[Engine] | None = None,
         is_new: bool = False,
-        lost: EngineLost | None = None,
-    ) -> RunResult:
-        """Runs a program on the values of a call.
+        blobs: Sequence[str] = (),
+    ) -> bytes:
+        """Runs a program on the values of a call; returns the bytes of an `EvaluateResponse`.
 
         Args:
-            program: The program.
-            call: The call.
+            plan: How the call runs.
+            values: Bytes of an `EvaluateRequest` with a header, in parts.
             received_ns: When the request was received, CLOCK_MONOTONIC.
-            compile_started_ns: When finding or compiling the program began, CLOCK_MONOTONIC.
+            started_ns: When finding or compiling the program began, CLOCK_MONOTONIC.
             mode: How the engine runs the program.
-            recovery: Runs the call again if its engine ends; None: a new one.
             is_new: Whether the program was compiled for this call.
-            lost: The loss of the engine that ran the call before.
+            blobs: The blobs that hold values.
         """
-        header, values = call.header, call.values
-        template = RunTemplate.create(program.compiled.param_settings(header.params), self._blobs.folder_name)
-        recovery = recovery or self.recovery(mode)
-        workload = program.loadable.workload
-        recorder, limit_s = recovery.recorder(workload), run_limit_s(header)
-        is_batched = may_batch(program, header)
+        if blobs:
+            async with self._blobs.acquired(blobs):
+                return await self.run(plan, values, received_ns, started_ns, mode, is_new=is_new)
+        loaded, loadable, lost = self._loaded, plan.program.loadable, None
+        # The time until now counts as compiling, from now on as queueing.
+        queued_ns = received_ns + time.monotonic_ns() - started_ns
+        load = self._find_warm(plan) if mode.pinned is None else None
+        if load is not None:
+            loaded.crash_history.check(plan.recorder.workload)
+            since = asyncio.get_running_loop().time()
+            # A held program is not dropped.
+            load.holders += 1
+            try:
+                return _complete(
+                    await self._run_loaded(load, plan, values, queued_ns, mode), received_ns, queued_ns, is_new
+                )
+            except EngineLost as cause:
+                lost = cause
+            except NoMemoryLeft as full:
+                loaded.make_room(load, full, since)
+            except ProgramNotLoaded:
+                # It is loaded again below.
+                pass
+            finally:
+                load.holders -= 1
+        recovery = self.recovery(mode.ends_at, mode.pinned, plan.run_limit_s)
 
-        async def attempt(engine: Engine | None) -> tuple[bytes, int, bool, ProcessRef]:
+        async def attempt(engine: Engine | None) -> bytes:
             nonlocal lost
             if lost is not None:
                 before, lost = lost, None
                 raise before
             recovery.is_building = True
-            async with self._loaded.hold_with_blobs(program.loadable, engine, mode.ends_at, recorder) as load:
+            async with loaded.hold_with_blobs(loadable, engine, mode.ends_at, plan.recorder) as load:
                 is_loaded_now = not load.is_done
                 with timing_compilation() if is_loaded_now else contextlib.nullcontext():
-                    await self._loaded.wait(load, may_move=engine is None)
-                template.set_key(load.engine_key)
-                # The time until now counts as compiling, from now on as queueing.
-                queued_ns = received_ns + time.monotonic_ns() - compile_started_ns
-                batch_key = BatchKey(load.engine_key, template.settings) if is_batched else None
-                run = Run(template, queued_ns, values, batch_key)
-                process = ProcessRef(load.engine, load.generation)
+                    await loaded.wait(load, may_move=engine is None)
+                plan.set_load(load)
+                queued_ns = received_ns + time.monotonic_ns() - started_ns
                 recovery.is_building = False
-                try:
-                    limited = replace(recorder, least_run_s=load.least_run_s)
-                    answer = await _run_in_time(mode, load, run, limited, limit_s)
-                except ProgramNotLoaded:
-                    self._loaded.forget(load)
-                    raise
-                return answer, queued_ns, is_loaded_now, process
+                answer = await self._run_loaded(load, plan, values, queued_ns, mode)
+                return _complete(answer, received_ns, queued_ns, is_new or is_loaded_now)
 
-        recovery.turn_ends_at = turn_ends_at(mode.ends_at, header)
-        blobs = call.blobs
-        async with self._blobs.acquired(blobs) if blobs else contextlib.nullcontext():
-            answer, queued_ns, is_loaded_now, process = await recovery.run(workload, attempt, undo=mode.undo)
-        record_run(answer, queued_ns)
-        # Concatenating messages merges them, so an answer of any size is not parsed again here.
-        tail = evaluate_pb2.EvaluateResponse()
-        if is_new or is_loaded_now:
-            tail.timings.compile.FromNanoseconds(queued_ns - received_ns)
-        answer = b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()])
-        return RunResult(answer, process, template)
+        return await recovery.run(loadable.workload, attempt, undo=mode.undo)
 
+    def _find_warm(self, plan: CallPlan) -> Load | None:
+        """Returns the program in the best engine if that has run it before; nothing has to be waited for then."""
+        load = plan.load
+        if load is None or not (load.is_available and load.engine.has_room):
+            load = self._loaded.find_loaded(plan.program.loadable)
+            if load is None:
+                return None
+            plan.set_load(load)
+        if not load.has_run:
+            return None
+        record_cache_lookup("loaded", is_hit=True)
+        load.mark_used()
+        return load
 
-async def _run_in_time(mode: RunMode, load: Load, run: Run, recorder: OutcomeRecorder, limit_s: float) -> bytes:
-    """Runs a loaded program, for at most `limit_s` seconds. Raises DEADLINE_EXCEEDED.
+    async def _run_loaded(
+        self, load: Load, plan: CallPlan, values: Sequence[bytes], queued_ns: int, mode: RunMode
+    ) -> bytes:
+        """Runs the loaded program of a plan, within the limit of its run. Raises DEADLINE_EXCEEDED.
 
-    The deadline alone limits the first run: TensorFlow optimizes functions when they run for the first time, which
-    takes as long as compiling.
-    """
-    ends_at, limit_at = mode.ends_at, asyncio.get_running_loop().time() + limit_s
-    if load.has_run and limit_at < (ends_at or math.inf):
-        mode.ends_at = limit_at
+        The deadline alone limits the first run: TensorFlow optimizes functions when they run for the first time, which
+        takes as long as compiling.
+        """
+        limit_at = asyncio.get_running_loop().time() + plan.run_limit_s
         try:
-            async with asyncio.timeout_at(limit_at) as limit:
-                return await mode.run(load.engine, run, recorder)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise run_limit_error(limit_s) from None
-        finally:
-            mode.ends_at = ends_at
-    answer = await mode.run(load.engine, run, recorder)
-    load.has_run = True
-    return answer
+            if not load.has_run:
+                recorder = replace(plan.recorder, least_run_s=load.least_run_s)
+                answer = await mode.run(Run(plan, load, values, queued_ns, mode.ends_at, recorder))
+                load.has_run = True
+                return answer
+            if limit_at >= mode.ends_at:
+                return await mode.run(Run(plan, load, values, queued_ns, mode.ends_at, plan.recorder))
+            try:
+                async with asyncio.timeout_at(limit_at) as limit:
+                    return await mode.run(Run(plan, load, values, queued_ns, limit_at, plan.recorder))
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise _run_limit_error(plan.run_limit_s) from None
+        except ProgramNotLoaded:
+            self._loaded.forget(load)
+            raise
+
+
+def _complete(answer: bytes, received_ns: int, queued_ns: int, is_compiled: bool) -> bytes:
+    """Records the times of a run; returns its answer, with the time of compiling if that was necessary."""
+    record_run(answer, queued_ns)
+    if not is_compiled:
+        return answer
+    # Concatenating messages merges them, so an answer of any size is not parsed again here.
+    tail = evaluate_pb2.EvaluateResponse()
+    tail.timings.compile.FromNanoseconds(queued_ns - received_ns)
+    return answer + tail.SerializeToString()
+
+
+def _run_limit_error(limit_s: float) -> GradruleError:
+    message = f"not done within {limit_s:.3g} s, not counting the time for compiling (run_timeout)"
+    return error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, message, field="run_timeout")

@@ -27,25 +27,23 @@ from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import CallPath, record_path
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import InlineKey, ProgramCache, SessionKey
+from gradrule_server.programs.cache import InlineKey, ProgramCache, ProgramKey, SessionKey
 from gradrule_server.programs.call_requests import EvaluateCall, ReadMessage, translate
 from gradrule_server.programs.compile_tasks import CompileTasks
 from gradrule_server.programs.compiler import Compiler, RunnableProgram
-from gradrule_server.programs.known_calls import KnownCalls
-from gradrule_server.programs.loaded import Loadable, LoadedPrograms
+from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.preparer import Preparer, RegistryLookup
 from gradrule_server.programs.runner import (
     ForwardRun,
-    ProcessRef,
     ProgramRunner,
     RunForward,
     RunMode,
     RunOnce,
+    run_limit_s,
     turn_ends_at,
 )
 from gradrule_server.programs.stored_programs import StoredPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
-from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
@@ -100,7 +98,6 @@ class ProgramService:
         self.compile_tasks = CompileTasks(lambda: pool.is_kept_waiting_by(owner))
         """The compilations that run now."""
         self.stored = StoredPrograms(programs, rules, self._compiler, self.cache, self.compile_tasks)
-        self._known = KnownCalls(self.cache, loaded)
         self._has_known_calls = has_known_calls
 
     async def evaluate(
@@ -127,19 +124,19 @@ class ProgramService:
             call = translate(await parse(link_pb2.RawEvaluateRequest, raw))
             header, shared_memory = call.header_bytes, call.shared_memory
         with contextlib.nullcontext() if shared_memory is None else used(shared_memory) as memory:
-            lost: EngineLost | None = None
-            if self._has_known_calls and (call is None or call.spec is None):
+            mode = RunOnce(ends_at, memory=memory)
+            plan = (
+                self.cache.find_plan(header) if self._has_known_calls and (call is None or call.spec is None) else None
+            )
+            if plan is not None:
+                record_path(CallPath.KNOWN)
                 values = (raw,) if call is None else call.values
-                done = await self._known.run(header, values, received_ns, ends_at, memory)
-                if isinstance(done, bytes):
-                    return done
-                lost = done
+                return await self.runner.run(plan, values, received_ns, time.monotonic_ns(), mode)
             record_path(CallPath.GENERAL)
             if call is None:
                 parsed = await parse(evaluate_pb2.EvaluateHeader, header)
                 call = EvaluateCall(parsed, shared_memory=shared_memory, raw=raw)
-            mode = RunOnce(ends_at, memory=memory)
-            return (await self._evaluate(call, call.shape, received_ns, mode, header, lost))[0]
+            return await self._evaluate(call, call.shape, received_ns, mode, header)
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -148,10 +145,11 @@ class ProgramService:
 
     async def forward(self, call: EvaluateCall, handle: str, received_ns: int, ends_at: float) -> ForwardRun:
         """Runs the forward part; the engine keeps what the backward part needs, under the name `handle`."""
-        await self.pool.wait_to_keep(self.owner, turn_ends_at(ends_at, call.header))
+        await self.pool.wait_to_keep(self.owner, turn_ends_at(ends_at, run_limit_s(call.header)))
         mode = RunForward(ends_at, handle)
-        answer, process, program = await self._evaluate(call, replace(call.shape, split=True), received_ns, mode)
-        return ForwardRun(answer, mode.kept_bytes, process, program.workload)
+        answer = await self._evaluate(call, replace(call.shape, split=True), received_ns, mode)
+        assert mode.kept is not None
+        return mode.kept._replace(answer=answer)
 
     def unload_idle(self, engine: Engine) -> bool:
         """Unloads all programs that no call uses from an engine without memory. Returns whether there were any."""
@@ -169,16 +167,16 @@ class ProgramService:
             self.cache.put(key, program)
             return program
 
-        return await self.compile_tasks.run(key, self.runner.recovery(mode), compile, len(spec))
+        return await self.compile_tasks.run(key, self.runner.recovery(mode.ends_at, mode.pinned), compile, len(spec))
 
     def end_session(self, name: str) -> None:
         """Drops the programs of a session that has ended, and those that are being compiled for it."""
-        self.cache.remove_session(name)
+        self.cache.remove(lambda key: isinstance(key, SessionKey) and key.session == name)
         self.compile_tasks.cancel(lambda key: isinstance(key, SessionKey) and key.session == name)
 
     async def run_inline(self, call: EvaluateCall, received_ns: int, mode: RunMode) -> bytes:
         """Runs the program that a call holds; returns the bytes of an `EvaluateResponse`."""
-        return (await self._evaluate(call, call.shape, received_ns, mode))[0]
+        return await self._evaluate(call, call.shape, received_ns, mode)
 
     async def sample_rule(
         self, request: link_pb2.RawSampleRuleRequest, raw: bytes, received_ns: int, ends_at: float
@@ -195,15 +193,9 @@ class ProgramService:
         )
 
     async def _evaluate(
-        self,
-        call: EvaluateCall,
-        shape: CallShape,
-        received_ns: int,
-        mode: RunMode,
-        header: bytes = b"",
-        lost: EngineLost | None = None,
-    ) -> tuple[bytes, ProcessRef, Loadable]:
-        """Finds or compiles the program of a call and runs it; returns answer, engine process and program.
+        self, call: EvaluateCall, shape: CallShape, received_ns: int, mode: RunMode, header: bytes = b""
+    ) -> bytes:
+        """Finds or compiles the program of a call and runs it; returns the bytes of an `EvaluateResponse`.
 
         Args:
             call: The call.
@@ -211,39 +203,35 @@ class ProgramService:
             received_ns: When the request was received, CLOCK_MONOTONIC.
             mode: How the engine runs the program.
             header: The bytes of the call's header; later calls with these bytes are known. Empty: none are.
-            lost: The loss of the engine that ran the call before.
         """
-        if call.spec is None and not call.header.program:
+        started_ns = time.monotonic_ns()
+        recovery = self.runner.recovery(mode.ends_at, mode.pinned, run_limit_s(call.header))
+        key: ProgramKey
+        if call.spec is not None:
+            key, program, is_new = await self._find_inline(call.spec, shape, recovery)
+        elif call.header.program:
+            key, program, is_new = await self.stored.find(call.header.program, shape, recovery)
+        else:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
             )
-        recovery = self.runner.recovery(mode)
-        recovery.turn_ends_at = turn_ends_at(mode.ends_at, call.header)
-        compile_started = time.monotonic_ns()
-        key = None
-        if call.spec is not None:
-            program, is_new = await self._find_inline(call.spec, shape, recovery)
-        else:
-            key, program, is_new = await self.stored.find(call.header.program, shape, recovery)
-        result = await self.runner.run(
-            program, call, received_ns, compile_started, mode, recovery=recovery, is_new=is_new, lost=lost
-        )
-        if header and key is not None and not call.blobs:
-            self._known.add(header, call.header, key, program, result.template)
-        answer = result.answer if call.spec is None else result.answer + program.compiled.tail
-        return answer, result.process, program.loadable
+        plan = self.runner.plan(program, call.header, describes=call.spec is not None)
+        blobs = call.blobs
+        answer = await self.runner.run(plan, call.values, received_ns, started_ns, mode, is_new=is_new, blobs=blobs)
+        if header and call.spec is None and not blobs:
+            self.cache.add_plan(header, key, plan)
+        return answer
 
     async def compile(self, spec: bytes, program_id: str, ends_at: float = 0.0) -> program_pb2.Program:
         """Compiles and stores a program. `spec`: Bytes of a `ProgramSpec`. `program_id`: Empty: one is derived."""
-        return await self.stored.create(spec, program_id, self.runner.recovery(RunOnce(ends_at)))
+        return await self.stored.create(spec, program_id, self.runner.recovery(ends_at))
 
     async def load_stored(self, name: str, call: CallShape, ends_at: float) -> None:
         """Compiles a stored program and loads it into an engine, before a call of this shape needs it.
 
         `ends_at`: loop time until which it waits for that.
         """
-        recovery = CallRecovery(self.pool, self._loaded.crash_history, ends_at=ends_at)
-        await self.stored.find(name, call, recovery, is_used=False)
+        await self.stored.find(name, call, self.runner.recovery(ends_at), is_used=False)
 
     async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[bytes | None, list[Finding]]:
         """Describes a program without storing it; returns the bytes of a `Program`, or what is wrong with the spec.
@@ -251,9 +239,7 @@ class ProgramService:
         `spec`: Bytes of a `ProgramSpec`.
         """
         try:
-            program = await self._compiler.describe(
-                spec, RegistryLookup(self._rules), self.runner.recovery(RunOnce(ends_at))
-            )
+            program = await self._compiler.describe(spec, RegistryLookup(self._rules), self.runner.recovery(ends_at))
         except GradruleError as cause:
             if cause.reason in _NOT_FINDINGS:
                 raise
@@ -262,19 +248,19 @@ class ProgramService:
 
     async def _find_inline(
         self, spec: bytes, call: CallShape, recovery: CallRecovery[Engine]
-    ) -> tuple[RunnableProgram, bool]:
-        """Returns the program of a spec, and whether it was compiled now."""
+    ) -> tuple[InlineKey, RunnableProgram, bool]:
+        """Returns the key and the program of a spec, and whether it was compiled now."""
         key = InlineKey(hashlib.sha256(spec).digest(), self._rules.revision, call)
         found = self.cache.get(key)
         if found is not None:
-            return found, False
+            return key, found, False
 
         async def compile(recovery: CallRecovery[Engine]) -> RunnableProgram:
             program = await self._compiler.compile(spec, call, RegistryLookup(self._rules), recovery)
             self.cache.put(key, program)
             return program
 
-        return await self.compile_tasks.run(key, recovery, compile, len(spec)), True
+        return key, await self.compile_tasks.run(key, recovery, compile, len(spec)), True
 
 
 _NOT_FINDINGS = frozenset(

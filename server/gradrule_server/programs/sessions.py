@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error
@@ -19,7 +19,7 @@ from gradrule_server.programs.cache import SessionKey
 from gradrule_server.programs.call_requests import EvaluateCall, translate
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
-from gradrule_server.programs.runner import ForwardRun, ProcessRef, Run, RunInSession, turn_ends_at
+from gradrule_server.programs.runner import ForwardRun, ProcessRef, Run, run_limit_s, turn_ends_at
 from gradrule_server.programs.session_limits import SessionManager
 from gradrule_server.programs.session_requests import SessionVariables, apply_settings, blob_name, read_spec
 from gradrule_server.recovery.crash_history import OutcomeRecorder
@@ -27,6 +27,49 @@ from gradrule_server.recovery.endings import EngineLost
 
 # Errors that may mean that the engine which held the session has ended.
 _LOST_REASONS = frozenset({errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE, errors_pb2.ERROR_REASON_HANDLE_EXPIRED})
+
+
+@dataclass(slots=True)
+class RunInSession:
+    """Runs with the variables of a session.
+
+    Attributes:
+        session: The session.
+        ends_at: Loop time of the deadline.
+        store: Variables that get the outputs as values.
+        optimizer: Applies the gradients of `loss`.
+        loss: The loss.
+        handle: Under this name the engine keeps a forward run.
+        describes: Whether the answer describes the program.
+        reply: Size and steps of the session; set by `run`.
+        kept: What the engine keeps under `handle`, without the answer; set by `run`.
+    """
+
+    session: Session
+    ends_at: float
+    store: tuple[str, ...] = ()
+    optimizer: session_pb2.Optimizer | None = None
+    loss: str = ""
+    handle: str = ""
+    describes: bool = False
+    reply: link_pb2.SessionReply | None = None
+    kept: ForwardRun | None = None
+    undo: Callable[[Engine], None] | None = None
+
+    @property
+    def pinned(self) -> Engine | None:
+        return self.session.process.engine
+
+    async def run(self, run: Run) -> bytes:
+        action = link_pb2.SessionRun(
+            run=run.request, store=self.store, optimizer=self.optimizer, handle=self.handle, loss=self.loss
+        )
+        action.max_kept_bytes, action.max_kept_bytes_setting = self.session.handles.available_bytes
+        request = link_pb2.SessionRequest(run=action)
+        reply = await self.session.send(request, run.ends_at, run.recorder, run.received_ns, run.values)
+        self.reply = reply
+        self.kept = ForwardRun(b"", reply.kept_bytes, self.session.process, run.plan.recorder, True)
+        return reply.response + run.plan.suffix
 
 
 class Session:
@@ -37,7 +80,8 @@ class Session:
 
     def __init__(self, manager: SessionManager, handles: HandleManager) -> None:
         self._manager = manager
-        self._handle_manager = handles
+        self.handles = handles
+        """Limits the tenant's forward handles."""
         self._handles = StreamHandles(handles, self)
         self._name = ""
         self._process: ProcessRef | None = None
@@ -69,7 +113,7 @@ class Session:
         given = await self._variables.check_values(request.variables, "start.variables")
         self._name = self._manager.open()
         service = self._manager.program_service
-        engine = await service.pool.session_engine(service.owner, turn_ends_at(ends_at, settings))
+        engine = await service.pool.session_engine(service.owner, turn_ends_at(ends_at, run_limit_s(settings)))
         self._process = ProcessRef(engine, engine.generation)
         engine.add_kept(engine.generation, 1)
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")
@@ -176,8 +220,8 @@ class Session:
         """
         apply_settings(call.header, settings)
         spec = await self._read_spec(call)
-        answer, program, _ = await self._run(spec, call, received_ns, RunInSession(self, ends_at))
-        return answer + program.compiled.tail
+        answer, _, _ = await self._run(spec, call, received_ns, RunInSession(self, ends_at, describes=True))
+        return answer
 
     async def keep_forward(
         self,
@@ -231,7 +275,7 @@ class Session:
             optimizer_state=request.optimizer_state,
         )
         async with self._reporting_loss():
-            reply = await self._send(link_pb2.SessionRequest(read=action), ends_at)
+            reply = await self.send(link_pb2.SessionRequest(read=action), ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
         return session_pb2.ReadResponse(
             variables=[
@@ -290,35 +334,25 @@ class Session:
         self._pinned_blobs.close()
 
     @property
-    def engine(self) -> Engine:
-        """The engine that holds the session."""
+    def process(self) -> ProcessRef:
+        """The process that holds the session."""
         if self._process is None:
             raise AssertionError("the session has not started")
-        return self._process.engine
+        return self._process
 
     @property
     def engines(self) -> Sequence[Engine]:
         """The engines that may keep forward runs: the one that holds the session."""
         return [] if self._process is None or self._process.is_gone else [self._process.engine]
 
-    async def run(self, run: Run, mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
-        """Runs a program; see `SessionChannel`."""
-        action = link_pb2.SessionRun(
-            run=run.request, store=mode.store, optimizer=mode.optimizer, handle=mode.handle, loss=mode.loss
-        )
-        action.max_kept_bytes, action.max_kept_bytes_setting = self._handle_manager.available_bytes
-        request = link_pb2.SessionRequest(run=action)
-        return await self._send(request, mode.ends_at, recorder, run.received_ns, run.values)
-
     async def forward(self, call: EvaluateCall, handle: str, received_ns: int, ends_at: float) -> ForwardRun:
         """Runs the forward part of a program; the engine keeps what the backward part needs; see `ForwardRunner`."""
         mode = RunInSession(self, ends_at, handle=handle)
-        answer, program, _ = await self._run(await self._read_spec(call), call, received_ns, mode)
-        assert mode.reply is not None
-        assert self._process is not None
-        return ForwardRun(answer, mode.reply.kept_bytes, self._process, program.loadable.workload, True)
+        answer, _, _ = await self._run(await self._read_spec(call), call, received_ns, mode)
+        assert mode.kept is not None
+        return mode.kept._replace(answer=answer)
 
-    async def _send(
+    async def send(
         self,
         request: link_pb2.SessionRequest,
         ends_at: float,
@@ -346,8 +380,10 @@ class Session:
         request.max_bytes_setting = self._manager.limiting_setting
         request.blob_folder = self._manager.blobs.folder_name
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
-        payload = with_values(request, received_ns, values)
-        reply = link_pb2.SessionReply.FromString(await self.engine.call(Kind.SESSION, payload, ends_at, recorder))
+        payload = with_values(request.SerializeToString(), received_ns, values)
+        reply = link_pb2.SessionReply.FromString(
+            await self.process.engine.call(Kind.SESSION, payload, ends_at, recorder)
+        )
         self._steps = max(self._steps, reply.step)
         self._manager.set_bytes(self._name, reply.bytes)
         return reply
@@ -388,7 +424,7 @@ class Session:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
         action = link_pb2.SessionAssign(variables=given, opens=opens)
         async with self._manager.blobs.acquired(held), self._reporting_loss():
-            return await self._send(link_pb2.SessionRequest(assign=action), ends_at)
+            return await self.send(link_pb2.SessionRequest(assign=action), ends_at)
 
     async def _restore(self, state: session_pb2.OptimizerState, ends_at: float) -> link_pb2.SessionReply:
         """Creates the optimizer with the slots of an earlier session."""
@@ -400,7 +436,7 @@ class Session:
         held = [item.value.blob.sha256 for item in slots if item.value.HasField("blob")]
         action = link_pb2.SessionRestore(optimizer=state.optimizer, step=state.step, variables=names, slots=slots)
         async with self._manager.blobs.acquired(held), self._reporting_loss():
-            return await self._send(link_pb2.SessionRequest(restore=action), ends_at)
+            return await self.send(link_pb2.SessionRequest(restore=action), ends_at)
 
     async def _read_spec(self, call: EvaluateCall) -> program_pb2.ProgramSpec:
         if len(call.spec or b"") <= SMALL_BYTES:
@@ -419,7 +455,7 @@ class Session:
         `own_spec`: The spec of the call, which has no graph.
         """
         await self._check_process()
-        compile_started = time.monotonic_ns()
+        started_ns = time.monotonic_ns()
         shape = replace(call.shape, split=bool(mode.handle))
         key = SessionKey(self._name, own_spec.SerializeToString(deterministic=True), shape)
         program = self._manager.program_service.cache.get(key)
@@ -429,8 +465,8 @@ class Session:
             spec = own_spec.SerializeToString() + self._graph + overrides
             async with self._reporting_loss():
                 program = await self._manager.program_service.compile_for_session(key, spec, mode)
+        runner = self._manager.program_service.runner
         async with self._reporting_loss():
-            result = await self._manager.program_service.runner.run(
-                program, call, received_ns, compile_started, mode, is_new=is_new
-            )
-        return result.answer, program, is_new
+            plan = runner.plan(program, call.header, describes=mode.describes)
+            answer = await runner.run(plan, call.values, received_ns, started_ns, mode, is_new=is_new, blobs=call.blobs)
+        return answer, program, is_new

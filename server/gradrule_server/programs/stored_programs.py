@@ -131,7 +131,7 @@ class StoredPrograms:
     def forget(self, name: str) -> None:
         """Drops a program from the cache that this or another server has deleted or replaced. `name`: full name."""
         self._deleted_names.add(name)
-        self._cache.remove_stored(name)
+        self._cache.remove(lambda key: isinstance(key, StoredKey) and key.name == name)
         self._tasks.forget(lambda key: isinstance(key, StoredKey) and key.name == name)
 
     def _content(self, stored: StoredProgram) -> tuple[bytes, bytes]:

@@ -176,7 +176,7 @@ async def test_waiting_answer_keeps_nothing_else_of_its_request() -> None:
     async def noted(_: Call[Any]) -> bytes:
         found, request = EngineAnswer(), current()
         assert request is not None
-        request.record_engine_run(1, partial(_no_run, found))
+        request.sent_to_engine_ns, request.read_engine_run = 1, partial(_no_run, found)
         held.append(weakref.ref(found))
         return bytes(SIZE)
 

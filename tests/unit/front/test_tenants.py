@@ -24,7 +24,6 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import SessionKey, StoredKey
 from gradrule_server.programs.loaded import LoadedPrograms
-from gradrule_server.programs.runner import RunOnce
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rule_entries import ReadOnlyRules
@@ -116,7 +115,7 @@ async def test_compilations_of_an_unloaded_tenant_end(found: Tenants) -> None:
         finally:
             cancelled.set()
 
-    recovery = ada.program_service.runner.recovery(RunOnce(asyncio.get_running_loop().time() + 0.05))
+    recovery = ada.program_service.runner.recovery(asyncio.get_running_loop().time() + 0.05)
     with pytest.raises(GradruleError, match="this goes on"):
         await ada.program_service.compile_tasks.run("program", recovery, compile)
     pass_by(found, ada)

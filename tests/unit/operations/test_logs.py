@@ -15,7 +15,7 @@ import pytest
 from gradrule_server.operations import logs
 from gradrule_server.operations.log_writing import RateLimiter
 from gradrule_server.operations.logs import escaped, one_line_json, truncated
-from gradrule_server.operations.request_record import EngineRun
+from gradrule_server.operations.request_record import EngineRun, RequestRecord
 from tests.unit.operations.records import make, refusal
 
 HOSTILE = 'a\nINFO forged: line\r\x1b[2J\x9b31m\u202e\u2028\x7f\x00"\\ ä\ud800 and so on'
@@ -155,10 +155,12 @@ def test_successful_frequent_rpcs_are_logged_at_debug_level() -> None:
     assert made["reason"] == "OK"
     assert made["seconds"] >= 0
     debugged = log_to("json", "debug")
-    run = EngineRun(10**6, 10**9, "CPU:0")
-    (good,) = access_lines(
-        log, debugged, rpc="GradientService/Evaluate", within=lambda r: r.record_engine_run(5, lambda: run)
-    )
+
+    def run(request: RequestRecord) -> None:
+        request.sent_to_engine_ns = 5
+        request.read_engine_run = lambda: EngineRun(10**6, 10**9, "CPU:0")
+
+    (good,) = access_lines(log, debugged, rpc="GradientService/Evaluate", within=run)
     assert (good["level"], good["queue_seconds"], good["run_seconds"]) == ("debug", 0.001, 1.0)
 
 

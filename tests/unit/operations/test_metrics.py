@@ -25,7 +25,8 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 def busy(request: RequestRecord) -> None:
     request.bytes_in, request.bytes_out = 100, 20
     request.compile_ns = 10**9
-    request.record_engine_run(1, lambda: EngineRun(2 * 10**9, 3 * 10**9, "CPU:0"))
+    request.sent_to_engine_ns = 1
+    request.read_engine_run = lambda: EngineRun(2 * 10**9, 3 * 10**9, "CPU:0")
     request.hits = {"programs": 2}
     request.misses = {"loaded": 1}
 

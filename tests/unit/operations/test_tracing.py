@@ -29,7 +29,8 @@ def spans_of(**request: Any) -> dict[str, ReadableSpan]:
 def in_engine(request: RequestRecord) -> None:
     now = time.monotonic_ns()
     request.compile_started_ns, request.compile_ns = now, 10**6
-    request.record_engine_run(now + 10**6, lambda: EngineRun(2 * 10**6, 3 * 10**6, "CPU:0"))
+    request.sent_to_engine_ns = now + 10**6
+    request.read_engine_run = lambda: EngineRun(2 * 10**6, 3 * 10**6, "CPU:0")
 
 
 def service(span: ReadableSpan) -> object:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gradrule.v1 import program_pb2
+from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import InlineKey, ProgramCache, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.runner import CallPlan
 from gradrule_server.programs.stored_programs import DeletedNames
 
 _CALL = CallShape()
@@ -69,9 +71,76 @@ def test_removing_a_stored_program_removes_its_variants() -> None:
     for call in (_CALL, CallShape(frozenset({"h"}))):
         cache.put(StoredKey("n", call), runnable())
     cache.put(StoredKey("m", _CALL), runnable())
-    cache.remove_stored("n")
+    cache.remove(lambda key: isinstance(key, StoredKey) and key.name == "n")
     assert cache.held_bytes == 100
     assert cache.get(StoredKey("m", _CALL)) is not None
+
+
+SETTINGS = {
+    "params": "CallPlan.settings, from the program's param settings",
+    "derivative": "part of the program's key",
+    "stacked_grad_ys": "part of the program's key",
+    "batching": "CallPlan.is_batched",
+    "answer_packing": "the engine reads it",
+    "run_timeout": "CallPlan.run_limit_s",
+}
+"""How a call whose header is known applies the fields of the header that are neither its program nor tensors."""
+
+
+def test_plans_apply_every_field_of_a_header() -> None:
+    """A new field of `EvaluateHeader` needs an entry in SETTINGS: say how `CallPlan` or the engine applies it."""
+    fields = {field.name for field in evaluate_pb2.EvaluateHeader.DESCRIPTOR.fields}
+    assert fields == {"program", "feeds", "grad_ys", "tangents", "vectors", *SETTINGS}
+
+
+def plan(program: RunnableProgram) -> CallPlan:
+    recorder: Any = None
+    return CallPlan(program, b"", recorder, b"", math.inf, False)
+
+
+def test_dropping_a_program_drops_only_its_plans() -> None:
+    cache = ProgramCache(2, 10**6)
+    keys = {name: StoredKey(name, _CALL) for name in "abc"}
+    for name in "ab":
+        program = runnable()
+        cache.put(keys[name], program)
+        for number in range(2):
+            cache.add_plan(name.encode() + bytes([number]), keys[name], plan(program))
+    # A plan that is used keeps its program: the other one goes.
+    assert cache.find_plan(b"a\0") is not None
+    cache.put(keys["c"], runnable())
+    assert [cache.find_plan(name + b"\1") is not None for name in (b"a", b"b")] == [True, False]
+    cache.remove(lambda key: key == keys["a"])
+    assert cache.find_plan(b"a\0") is None
+    assert not cache._by_header
+
+
+def test_plans_of_a_program_that_was_dropped_or_replaced_are_not_kept() -> None:
+    cache, key, program = ProgramCache(2, 10**6), StoredKey("a", _CALL), runnable()
+    cache.add_plan(b"a", key, plan(program))
+    cache.put(key, program)
+    cache.add_plan(b"b", key, plan(program))
+    cache.put(key, runnable())
+    cache.add_plan(b"c", key, plan(program))
+    assert not cache._by_header
+
+
+def test_oldest_plans_of_a_program_are_dropped() -> None:
+    """A program that is called with other params each time does not take the memory."""
+    cache, key, program = ProgramCache(2, 10**6), StoredKey("a", _CALL), runnable()
+    cache.put(key, program)
+    for number in range(200):
+        cache.add_plan(b"%d" % number, key, plan(program))
+    assert len(cache._by_header) < 200
+    assert cache.find_plan(b"0") is None
+    assert cache.find_plan(b"199") is not None
+
+
+def test_long_headers_are_not_kept() -> None:
+    cache, key, program = ProgramCache(2, 10**6), StoredKey("a", _CALL), runnable()
+    cache.put(key, program)
+    cache.add_plan(bytes(20_000), key, plan(program))
+    assert not cache._by_header
 
 
 def test_watchers_learn_of_deleted_names() -> None:

@@ -14,14 +14,14 @@ import pytest
 from google.protobuf.message import Message
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
-from gradrule_server.errors import GradruleError, NoMemoryLeft
+from gradrule_server.errors import GradruleError, NoMemoryLeft, reason_name
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import CallShape, split_values
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.cache import InlineKey, SessionKey, StoredKey
-from gradrule_server.programs.call_requests import EvaluateCall, translate
+from gradrule_server.programs.call_requests import MAX_TENSORS, EvaluateCall, translate
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
@@ -198,6 +198,13 @@ async def _in_session(fixture: Fixture) -> list[bytes]:
     return sent
 
 
+def test_calls_with_very_many_tensors_are_refused_before_they_are_translated() -> None:
+    request = link_pb2.RawEvaluateRequest(program="programs/p", feeds=[{"name": "x"}] * (MAX_TENSORS + 1))
+    with pytest.raises(GradruleError) as caught:
+        translate(request)
+    assert reason_name(caught.value.reason) == "LIMIT_EXCEEDED"
+
+
 @pytest.fixture
 def serialized(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Collects what the messages of API and link are serialized to."""
@@ -255,7 +262,9 @@ async def test_time_before_the_program_is_loaded_does_not_count_as_time_of_the_r
     now = time.monotonic_ns()
     for _ in range(2):
         mode = RunOnce(asyncio.get_running_loop().time() + 300)
-        await fixture.answered(fixture.service.runner.run(program, call, now - 100 * 10**9, now, mode), Kind.RUN)
+        plan = fixture.service.runner.plan(program, call.header)
+        running = fixture.service.runner.run(plan, call.values, now - 100 * 10**9, now, mode)
+        await fixture.answered(running, Kind.RUN)
 
 
 async def test_only_the_deadline_limits_the_first_run_after_a_load(tmp_path: Path) -> None:
