@@ -269,6 +269,7 @@ class Engine:
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
         memory: MemoryUse | None = None,
+        least_run_s: float = 0.0,
     ) -> bytes:
         """Sends one request and waits for its answer. Abandons the request if the caller is cancelled.
 
@@ -281,6 +282,7 @@ class Engine:
             suffix: Bytes to append to the answer.
             batch_key: Requests of one key may run together.
             memory: The client's memory that the request uses.
+            least_run_s: Seconds that the request may run before its engine is ended, even if its deadline passes.
 
         Raises:
             EngineLost: The engine ended before it answered.
@@ -294,7 +296,7 @@ class Engine:
         try:
             return await request.answer
         except asyncio.CancelledError:
-            self.abandon(request, ends_at)
+            self.abandon(request, ends_at, least_run_s)
             raise
         except ConnectionLost as gone:
             raise await self.loss_error(request, gone) from None
@@ -324,7 +326,7 @@ class Engine:
         self.used_at = request.submitted_at
         return request
 
-    def abandon(self, request: EngineRequest, ends_at: float) -> None:
+    def abandon(self, request: EngineRequest, ends_at: float, least_run_s: float = 0.0) -> None:
         """Gives up a request for which no caller waits: drops it, or ends the engine soon if the request runs.
 
         Only a request that runs after `ends_at` (loop time) counts as an overrun: callers cancel good programs too.
@@ -333,41 +335,40 @@ class Engine:
         if request.ended or request.connection.drop(request):
             return
         request.is_given_up = True
-        if request.kind is Kind.COMPILE:
-            return
-        loop = asyncio.get_running_loop()
-        # Until the deadline, ending the engine would cost other callers more than the request costs them.
-        due = (max(loop.time(), ends_at) if self.kept else loop.time()) + self._times.overrun_grace_s
-        if request.recorder is not None and request.started_at is not None:
-            due = max(due, request.started_at + request.recorder.least_run_s)
-        request.set_timer(loop.call_at(due, self._end_abandoned, request, ends_at))
+        if request.kind is not Kind.COMPILE:
+            now = asyncio.get_running_loop().time()
+            # Until the deadline, ending the engine would cost other callers more than the request costs them.
+            due = (max(now, ends_at) if self.kept else now) + self._times.overrun_grace_s
+            self._end_late(request, due, ends_at, least_run_s)
 
-    def _end_abandoned(self, request: EngineRequest, ends_at: float) -> None:
-        """Ends the engine; waits longer while a caller waits for another request of the same batch."""
-        if request.batch is not None and not request.batch.is_given_up:
-            loop = asyncio.get_running_loop()
-            request.set_timer(loop.call_later(self._times.overrun_grace_s, self._end_abandoned, request, ends_at))
-        else:
-            self._end_overrun(request, ends_at)
+    def limit_run(self, request: EngineRequest, ends_at: float, least_run_s: float) -> None:
+        """Ends the engine if a request still runs after `ends_at` (loop time) and has run for `least_run_s`."""
+        self._end_late(request, ends_at, ends_at, least_run_s)
 
-    def limit_run(self, request: EngineRequest, ends_at: float, least_s: float) -> None:
-        """Ends the engine if the request still runs after `ends_at` (loop time) and has run for `least_s`.
+    def _end_late(self, request: EngineRequest, due: float, ends_at: float, least_run_s: float) -> None:
+        """Ends the engine at `due` (loop time) or after `least_run_s` if a request runs then; see `abandon`.
 
-        A request that was abandoned has a caller again from now on.
+        Waits longer while a caller waits for another request of the same batch.
         """
-        loop = asyncio.get_running_loop()
-        request.is_given_up = False
-
-        def check() -> None:
-            due = max(ends_at, (loop.time() if request.started_at is None else request.started_at) + least_s)
-            if request.ended:
-                return
-            if loop.time() < due:
-                request.set_timer(loop.call_at(due, check))
-            else:
-                self._end_overrun(request, ends_at)
-
-        check()
+        process, now = self._process, asyncio.get_running_loop().time()
+        if request.ended or process is None or process is not request.connection.process:
+            return
+        if request.batch is not None and not request.batch.is_given_up:
+            due = max(due, now + self._times.overrun_grace_s)
+        due = max(due, (now if request.started_at is None else request.started_at) + least_run_s)
+        if request.started_at is None or now < due:
+            loop = asyncio.get_running_loop()
+            request.set_timer(loop.call_at(due, self._end_late, request, due, ends_at, least_run_s))
+            return
+        is_overrun = now >= ends_at
+        cause = "ran past its deadline" if is_overrun else "was cancelled and still runs"
+        _log.warning("a request %s; ending engine %d", cause, process.pid)
+        process.end(EndReason.OVERRUN)
+        # A request of a batch runs as long as the whole batch, so its time says nothing about the request. A large
+        # program takes long to build, so its callers' deadlines say nothing about it either.
+        is_run = request.batch is None and request.kind is not Kind.COMPILE
+        if is_overrun and is_run and request.recorder is not None:
+            request.recorder.record_overrun(now - request.started_at)
 
     async def loss_error(self, request: EngineRequest, gone: ConnectionLost) -> EngineLost:
         """Returns the error of a request whose engine ended, once it is known how that ended."""
@@ -442,20 +443,3 @@ class Engine:
         for request in process.connection.lost:
             if request.is_given_up and request.recorder is not None:
                 request.recorder.record_engine_loss(process.loss_error(end))
-
-    def _end_overrun(self, request: EngineRequest, ends_at: float) -> None:
-        process = self._process
-        if process is None or process is not request.connection.process:
-            return
-        if request.ended or request.started_at is None:
-            return
-        now = asyncio.get_running_loop().time()
-        is_overrun = now >= ends_at
-        cause = "ran past its deadline" if is_overrun else "was cancelled and still runs"
-        _log.warning("a request %s; ending engine %d", cause, process.pid)
-        process.end(EndReason.OVERRUN)
-        # A request of a batch runs as long as the whole batch, so its time says nothing about the request. A large
-        # program takes long to build, so its callers' deadlines say nothing about it either.
-        is_run = request.batch is None and request.kind is not Kind.COMPILE
-        if is_overrun and is_run and request.recorder is not None:
-            request.recorder.record_overrun(now - request.started_at)

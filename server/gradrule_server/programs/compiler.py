@@ -209,7 +209,7 @@ class Compiler:
 
         async def load(engine: Engine | None) -> bytes:
             async with self._loaded.hold_with_blobs(
-                loadable, engine, recovery.ends_at, recovery.recorder(loadable.workload)
+                loadable, engine, recovery.ends_at, self._loaded.crash_history.recorder(loadable.workload)
             ) as held:
                 if describes:
                     held.work.answer.add_done_callback(lambda _: self._loaded.forget(held))

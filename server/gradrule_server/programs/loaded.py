@@ -35,7 +35,7 @@ An engine is ended if a load takes longer than this and continues after the dead
 """
 
 # The first run of a program takes about as long as loading it. Less than the factor from which on a run counts as a
-# crash: see `CrashHistory.record_overrun`.
+# crash: see `OutcomeRecorder.record_overrun`.
 _FIRST_RUN_FACTOR = 2.0
 # An engine compiles one program at a time. Programs that have waited this long behind another one go to another engine.
 _SLOW_COMPILE_S = 2.0
@@ -86,8 +86,6 @@ class Load:
     generation: int
     engine_key: str
     work: EngineRequest
-    ends_at: float
-    """Loop time until which loading may take; see `LONGEST_LOAD_S`."""
     holders: int = 0
     has_run: bool = False
     """Whether a run of it has completed."""
@@ -208,8 +206,8 @@ class LoadedPrograms:
         else:
             load.mark_used()
         load.holders += 1
-        if load.holders == 1:
-            engine.limit_run(load.work, load.ends_at, LONGEST_LOAD_S)
+        # It has a caller again, if it was abandoned.
+        load.work.is_given_up = False
         with engine.held():
             try:
                 self._drop_surplus(engine)
@@ -327,10 +325,9 @@ class LoadedPrograms:
         engine.memory.add(engine_key)
         found = self._of(engine)
         found.started += 1
-        load = found.loads[program.key] = Load(
-            program, engine, found.loads, engine.generation, engine_key, work, ends_at
-        )
+        load = found.loads[program.key] = Load(program, engine, found.loads, engine.generation, engine_key, work)
         engine.programs = len(found.loads)
+        engine.limit_run(work, ends_at, LONGEST_LOAD_S)
         work.answer.add_done_callback(lambda _: self._complete(load))
         return load
 

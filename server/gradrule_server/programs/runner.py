@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
@@ -86,7 +86,7 @@ class Run(NamedTuple):
         values: Bytes of an `EvaluateRequest` with a header, in parts.
         received_ns: When the run began to wait for the engine, CLOCK_MONOTONIC.
         ends_at: Loop time at which it ends at the latest.
-        recorder: Records what it does to the engine.
+        least_run_s: Seconds that it may run before its engine is ended, even if its deadline passes.
     """
 
     plan: CallPlan
@@ -94,7 +94,7 @@ class Run(NamedTuple):
     values: Sequence[bytes]
     received_ns: int
     ends_at: float
-    recorder: OutcomeRecorder
+    least_run_s: float = 0.0
 
     @property
     def request(self) -> link_pb2.RunRequest:
@@ -141,10 +141,11 @@ class RunOnce:
             Kind.RUN,
             payload,
             run.ends_at,
-            run.recorder,
+            plan.recorder,
             suffix=plan.suffix,
             batch_key=plan.batch_key,
             memory=self.memory,
+            least_run_s=run.least_run_s,
         )
 
 
@@ -167,7 +168,7 @@ class RunForward:
         engine = run.load.engine
         message = link_pb2.ForwardRequest(run=run.request, handle=self.handle)
         payload = with_values(message.SerializeToString(), run.received_ns, run.values)
-        answer = await engine.call(Kind.FORWARD, payload, run.ends_at, run.recorder)
+        answer = await engine.call(Kind.FORWARD, payload, run.ends_at, run.plan.recorder, least_run_s=run.least_run_s)
         reply = link_pb2.ForwardReply.FromString(answer)
         self.kept = ForwardRun(b"", reply.kept_bytes, ProcessRef(engine, run.load.generation), run.plan.recorder)
         return reply.response + run.plan.suffix
@@ -241,7 +242,7 @@ class ProgramRunner:
         return CallPlan(
             program,
             link_pb2.RunRequest(params=params, blob_folder=self._blobs.folder_name).SerializeToString(),
-            OutcomeRecorder(self._loaded.crash_history, program.loadable.workload),
+            self._loaded.crash_history.recorder(program.loadable.workload),
             compiled.digests_tail + compiled.tail if describes else compiled.digests_tail,
             run_limit_s(header),
             program.loadable.is_batched and (batching.allowed or not batching.HasField("allowed")),
@@ -339,15 +340,14 @@ class ProgramRunner:
         limit_at = asyncio.get_running_loop().time() + plan.run_limit_s
         try:
             if not load.has_run:
-                recorder = replace(plan.recorder, least_run_s=load.least_run_s)
-                answer = await mode.run(Run(plan, load, values, queued_ns, mode.ends_at, recorder))
+                answer = await mode.run(Run(plan, load, values, queued_ns, mode.ends_at, load.least_run_s))
                 load.has_run = True
                 return answer
             if limit_at >= mode.ends_at:
-                return await mode.run(Run(plan, load, values, queued_ns, mode.ends_at, plan.recorder))
+                return await mode.run(Run(plan, load, values, queued_ns, mode.ends_at))
             try:
                 async with asyncio.timeout_at(limit_at) as limit:
-                    return await mode.run(Run(plan, load, values, queued_ns, limit_at, plan.recorder))
+                    return await mode.run(Run(plan, load, values, queued_ns, limit_at))
             except TimeoutError:
                 if not limit.expired():
                     raise

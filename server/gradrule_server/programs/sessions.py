@@ -22,7 +22,6 @@ from gradrule_server.programs.forward_handles import HandleManager, StreamHandle
 from gradrule_server.programs.runner import ForwardRun, ProcessRef, Run, run_limit_s, turn_ends_at
 from gradrule_server.programs.session_limits import SessionManager
 from gradrule_server.programs.session_requests import SessionVariables, apply_settings, blob_name, read_spec
-from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
 
 # Errors that may mean that the engine which held the session has ended.
@@ -66,7 +65,7 @@ class RunInSession:
         )
         action.max_kept_bytes, action.max_kept_bytes_setting = self.session.handles.available_bytes
         request = link_pb2.SessionRequest(run=action)
-        reply = await self.session.send(request, run.ends_at, run.recorder, run.received_ns, run.values)
+        reply = await self.session.send(request, run.ends_at, run)
         self.reply = reply
         self.kept = ForwardRun(b"", reply.kept_bytes, self.session.process, run.plan.recorder, True)
         return reply.response + run.plan.suffix
@@ -356,18 +355,14 @@ class Session:
         self,
         request: link_pb2.SessionRequest,
         ends_at: float,
-        recorder: OutcomeRecorder | None = None,
-        received_ns: int = 0,
-        values: Sequence[bytes] = (),
+        run: Run | None = None,
     ) -> link_pb2.SessionReply:
         """Sends a message to the engine that holds the session, and returns the reply.
 
         Args:
             request: The message with its action; the other fields are set here.
             ends_at: Loop time of the deadline.
-            recorder: Records what the action does to the engine.
-            received_ns: As in `with_values`.
-            values: As in `with_values`.
+            run: The run, if the action is one.
 
         Raises:
             EngineLost: The engine ended meanwhile.
@@ -380,10 +375,11 @@ class Session:
         request.max_bytes_setting = self._manager.limiting_setting
         request.blob_folder = self._manager.blobs.folder_name
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
+        received_ns, values = (0, ()) if run is None else (run.received_ns, run.values)
+        recorder, least_run_s = (None, 0.0) if run is None else (run.plan.recorder, run.least_run_s)
         payload = with_values(request.SerializeToString(), received_ns, values)
-        reply = link_pb2.SessionReply.FromString(
-            await self.process.engine.call(Kind.SESSION, payload, ends_at, recorder)
-        )
+        answer = await self.process.engine.call(Kind.SESSION, payload, ends_at, recorder, least_run_s=least_run_s)
+        reply = link_pb2.SessionReply.FromString(answer)
         self._steps = max(self._steps, reply.step)
         self._manager.set_bytes(self._name, reply.bytes)
         return reply

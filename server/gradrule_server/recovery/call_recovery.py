@@ -25,7 +25,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import TenantLocks
 from gradrule_server.errors import GradruleError, NoMemoryLeft, error
-from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder, Workload
+from gradrule_server.recovery.crash_history import CrashHistory, Workload
 from gradrule_server.recovery.endings import EndReason, EngineEnd, EngineLost, ProgramNotLoaded
 
 EngineT = TypeVar("EngineT")
@@ -132,10 +132,6 @@ class CallRecovery(Generic[EngineT]):
         """Allows at least as much time as one more call has: see `ends_at` and `turn_ends_at`."""
         self.ends_at, self.turn_ends_at = max(self.ends_at, ends_at), max(self.turn_ends_at, turn_ends_at)
 
-    def recorder(self, workload: Workload) -> OutcomeRecorder:
-        """Returns what records the outcomes of the workload's requests."""
-        return OutcomeRecorder(self._crash_history, workload)
-
     async def run(
         self,
         workload: Workload,
@@ -203,7 +199,7 @@ class CallRecovery(Generic[EngineT]):
                 answer = await attempt(engine)
             except asyncio.CancelledError:
                 if self._suspected_of and not self.is_building and 0 < self.ends_at <= loop.time() + _EARLY_S:
-                    self.recorder(workload).record_overrun(loop.time() - started)
+                    self._crash_history.recorder(workload).record_overrun(loop.time() - started)
                 raise
             if undo is not None:
                 undo(engine)
@@ -215,7 +211,7 @@ class CallRecovery(Generic[EngineT]):
         end = lost.engine_end
         self._kills += end.reason in (EndReason.KILLED, EndReason.EVICTED)
         if place is _Place.PINNED or self._kills > _MAX_KILLED or (end.is_blamable and place is _Place.REPEATED):
-            self.recorder(workload).record_engine_loss(lost)
+            self._crash_history.recorder(workload).record_engine_loss(lost)
             raise lost
         if not end.is_blamable:
             return place

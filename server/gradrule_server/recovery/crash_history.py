@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
@@ -66,7 +67,7 @@ class CrashHistory:
     ) -> None:
         self._quarantine_s = quarantine_s
         self._on_quarantine = on_quarantine
-        self._longest_runs: OrderedDict[Workload, float] = OrderedDict()
+        self._recorders: WeakValueDictionary[Workload, OutcomeRecorder] = WeakValueDictionary()
         self._crashes: OrderedDict[Workload, list[float]] = OrderedDict()
         self._quarantines: OrderedDict[Workload, Quarantine] = OrderedDict()
 
@@ -88,21 +89,12 @@ class CrashHistory:
             retry_after_s=left_s,
         )
 
-    def record_completion(self, workload: Workload, seconds: float) -> None:
-        """Records how long an engine worked on one request of the workload."""
-        if seconds > self._longest_runs.get(workload, -1.0):
-            _remember(self._longest_runs, workload, seconds)
-        else:
-            self._longest_runs.move_to_end(workload)
-
-    def record_overrun(self, workload: Workload, seconds: float, cause: str) -> None:
-        """Records that a run went on past its deadline, for `seconds` in all, and that its engine was ended.
-
-        It counts as a crash if it ran for much longer than the workload ever did: deadlines can be short, and machines
-        busy.
-        """
-        if seconds > max(_MIN_OVERRUN_S, _OVERRUN_FACTOR * self._longest_runs.get(workload, 0.0)):
-            self.record_crash(workload, cause)
+    def recorder(self, workload: Workload) -> OutcomeRecorder:
+        """Returns what records the outcomes of a workload's requests, the same one as long as anything refers to it."""
+        found = self._recorders.get(workload)
+        if found is None:
+            found = self._recorders[workload] = OutcomeRecorder(self, workload)
+        return found
 
     def record_crash(self, workload: Workload, cause: str) -> None:
         """Records that the workload ended an engine. The second crash puts it into quarantine."""
@@ -117,7 +109,6 @@ class CrashHistory:
     def quarantine(self, workload: Workload, cause: str) -> None:
         """Refuses the workload from now on, and forgets its other records."""
         self._crashes.pop(workload, None)
-        self._longest_runs.pop(workload, None)
         if self._quarantine_s:
             found = Quarantine(workload, cause, time.monotonic() + self._quarantine_s)
             _remember(self._quarantines, workload, found)
@@ -129,24 +120,30 @@ class CrashHistory:
         return [found for found in self._quarantines.values() if found.until > now]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class OutcomeRecorder:
     """Records what the requests of one workload do to engines, even if no caller waits for them any more.
 
-    `least_run_s`: Seconds that a request may run before its engine is ended, even if its deadline passes.
+    `longest_s`: How long an engine worked on one of its requests at most, seconds; one of them builds the program.
     """
 
     crash_history: CrashHistory
     workload: Workload
-    least_run_s: float = 0.0
+    longest_s: float = 0.0
 
     def record_completion(self, seconds: float) -> None:
         """Records that the engine completed a request, and how long it worked on it."""
-        self.crash_history.record_completion(self.workload, seconds)
+        if seconds > self.longest_s:
+            self.longest_s = seconds
 
     def record_overrun(self, seconds: float) -> None:
-        """Records that the engine was ended because the run went on past its deadline, for `seconds` in all."""
-        self.crash_history.record_overrun(self.workload, seconds, "it went on after its deadline")
+        """Records that a run went on past its deadline, for `seconds` in all, and that its engine was ended.
+
+        It counts as a crash if it ran for much longer than the workload ever did: deadlines can be short, and machines
+        busy.
+        """
+        if seconds > max(_MIN_OVERRUN_S, _OVERRUN_FACTOR * self.longest_s):
+            self.crash_history.record_crash(self.workload, "it went on after its deadline")
 
     def record_engine_loss(self, lost: EngineLost) -> None:
         """Records that the engine ended while a request ran in it that will not run again.

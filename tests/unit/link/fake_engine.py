@@ -119,7 +119,6 @@ class FakeRecorder:
     """An outcome recorder that keeps the times of overruns and completions, and the losses."""
 
     workload = "the one"
-    least_run_s = 0.0
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -19,8 +19,8 @@ def _in(seconds: float) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-async def _give_up(engine: FakeEngine, ends_at: float, recorder: FakeRecorder) -> None:
-    call = asyncio.create_task(engine.call(Kind.RUN, b"long", ends_at, recorder))
+async def _give_up(engine: FakeEngine, ends_at: float, recorder: FakeRecorder, least_run_s: float = 0.0) -> None:
+    call = asyncio.create_task(engine.call(Kind.RUN, b"long", ends_at, recorder, least_run_s=least_run_s))
     await engine.next(Kind.RUN)
     call.cancel()
     await asyncio.wait([call])
@@ -36,8 +36,8 @@ async def test_a_call_cancelled_before_its_deadline_ends_the_engine_without_blam
 
 async def test_a_first_run_that_overruns_its_deadline_has_more_time() -> None:
     engine, recorder = FakeEngine(times=_QUICK), FakeRecorder()
-    process, recorder.least_run_s = engine.fake, 0.3
-    await _give_up(engine, _in(0.02), recorder)
+    process = engine.fake
+    await _give_up(engine, _in(0.02), recorder, 0.3)
     async with asyncio.timeout(60):
         while not process.is_killed:
             await asyncio.sleep(0.001)

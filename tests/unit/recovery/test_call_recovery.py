@@ -256,7 +256,7 @@ async def test_a_program_that_is_not_loaded_is_loaded_again_once(loaded: LoadedP
 
 
 async def test_two_overruns_lead_to_quarantine(loaded: LoadedPrograms) -> None:
-    recorder = recover(loaded).recorder(program())
+    recorder = loaded.crash_history.recorder(program())
     recorder.record_overrun(1.6)
     recorder.record_overrun(1.6)
     with pytest.raises(GradruleError, match="QUARANTINED"):
@@ -264,7 +264,7 @@ async def test_two_overruns_lead_to_quarantine(loaded: LoadedPrograms) -> None:
 
 
 async def test_an_overrun_counts_only_if_it_is_far_longer_than_building_and_all_runs(loaded: LoadedPrograms) -> None:
-    recorder = recover(loaded).recorder(program())
+    recorder = loaded.crash_history.recorder(program())
     # The engine has built the program.
     recorder.record_completion(2.0)
     for seconds in (0.5, 9.0, 9.0):
