@@ -14,6 +14,8 @@ from gradrule_server.concurrency import waiting_time
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.operations.request_record import timing_compilation
+from gradrule_server.programs.cache import ProgramCache, ProgramKey
+from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.loaded import LONGEST_LOAD_S
 from gradrule_server.recovery.call_recovery import CallRecovery
 
@@ -54,12 +56,41 @@ class CompileTasks:
     after its start, and while it keeps no other tenant waiting. It is cancelled if too many go on.
 
     Args:
+        cache: Keeps the programs.
         keeps_others_waiting: Returns whether other tenants wait for engines or workers that this tenant uses.
     """
 
-    def __init__(self, keeps_others_waiting: Callable[[], bool]) -> None:
+    def __init__(self, cache: ProgramCache, keeps_others_waiting: Callable[[], bool]) -> None:
+        self._cache = cache
         self._keeps_others_waiting = keeps_others_waiting
         self._running: dict[Hashable, _Compilation] = {}
+
+    async def find(
+        self,
+        key: ProgramKey,
+        recovery: CallRecovery[Engine],
+        compile: Callable[[CallRecovery[Engine]], Awaitable[RunnableProgram]],
+        size: int = 0,
+        *,
+        is_used: bool = True,
+    ) -> tuple[RunnableProgram, bool]:
+        """Returns the program with a key, and whether it was compiled now. Arguments and errors are those of `run`.
+
+        `is_used`: Whether a call uses it; see `ProgramCache.put`.
+        """
+        found = self._cache.get(key)
+        if found is not None:
+            return found, False
+
+        async def compile_and_keep(recovery: CallRecovery[Engine]) -> RunnableProgram:
+            program = await compile(recovery)
+            current = self._running.get(key)
+            # What was deleted since serves no further call.
+            if current is not None and current.task is asyncio.current_task():
+                self._cache.put(key, program, is_used=is_used)
+            return program
+
+        return await self.run(key, recovery, compile_and_keep, size), True
 
     async def run(
         self,
@@ -73,7 +104,7 @@ class CompileTasks:
         Args:
             key: What is compiled: calls of equal keys get the same result.
             recovery: Has the deadline of the call, and the only engine that can compile.
-            compile: Compiles, and keeps the result for later calls.
+            compile: Compiles.
             size: Bytes of the spec that the compilation keeps in this process.
 
         Raises:

@@ -15,7 +15,6 @@ from gradrule_server.concurrency import TenantLocks
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape, describe_only
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.policy import Limits, NodeLimits
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Prepared, Preparer, RegistryLookup
@@ -90,34 +89,30 @@ class Compiler:
     async def compile(
         self,
         spec: bytes,
+        rules: RegistryLookup,
         call: CallShape,
-        rules: RegistryLookup | bytes,
         recovery: CallRecovery[Engine],
-    ) -> RunnableProgram:
-        """Compiles a program for calls of one shape. Raises `GradruleError` with all findings.
+        *,
+        is_kept: bool = False,
+        describes: bool = False,
+    ) -> tuple[RunnableProgram, link_pb2.PreparedProgram]:
+        """Compiles a program; returns it, and the answer of the compile worker. Raises `GradruleError`: all findings.
 
         Args:
             spec: Bytes of a `ProgramSpec`.
-            call: The shape of the calls.
-            rules: The registry's rules, or the snapshot of a stored program's rules.
+            rules: The registry's rules.
+            call: The shape of its calls.
             recovery: Runs the load again if its engine ends.
+            is_kept: Whether the worker's answer holds what the registry stores.
+            describes: Whether only the description is needed. If no engine holds the program, an engine builds only
+                what that needs, and keeps nothing.
         """
-        _, program = await self._compile(
-            len(spec), recovery, lambda: self._preparer.program(spec, call, rules, recovery.ends_at)
-        )
-        return program
 
-    async def describe(self, spec: bytes, rules: RegistryLookup, recovery: CallRecovery[Engine]) -> CompiledProgram:
-        """Describes a program. Raises as `compile` does.
+        async def prepare() -> Prepared:
+            return await self._preparer.program(spec, call, rules, recovery.ends_at, is_kept=is_kept)
 
-        If no engine holds the program, an engine builds only what the description needs, and keeps nothing.
-        """
-        call = CallShape()
-        with timing_compilation():
-            async with self._prepared(
-                len(spec), lambda: self._preparer.program(spec, call, rules, recovery.ends_at)
-            ) as answer:
-                return (await self._load(answer, recovery, describes=True)).compiled
+        async with self._prepared(len(spec), prepare) as answer:
+            return await self._load(answer, recovery, describes=describes), answer.message
 
     async def compile_stored(
         self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], call: CallShape, recovery: CallRecovery[Engine]
@@ -135,32 +130,16 @@ class Compiler:
             spec, snapshot = await asyncio.to_thread(read)
             return await self._preparer.program(spec, call, snapshot, recovery.ends_at)
 
-        _, program = await self._compile(graph_bytes, recovery, prepare)
-        return program
-
-    async def compile_to_store(
-        self, spec: bytes, call: CallShape, rules: RegistryLookup, recovery: CallRecovery[Engine]
-    ) -> tuple[RunnableProgram, link_pb2.PreparedProgram]:
-        """Compiles as `compile` does; returns also what the registry stores."""
-        prepared, program = await self._compile(
-            len(spec), recovery, lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_kept=True)
-        )
-        return program, prepared
-
-    async def _compile(
-        self, graph_bytes: int, recovery: CallRecovery[Engine], prepare: Callable[[], Awaitable[Prepared]]
-    ) -> tuple[link_pb2.PreparedProgram, RunnableProgram]:
-        """Prepares a program and loads it into an engine.
-
-        A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
-        large graph: such a program is prepared again when its turn comes.
-        """
         async with self._prepared(graph_bytes, prepare) as answer:
-            return answer.message, await self._load(answer, recovery)
+            return await self._load(answer, recovery)
 
     @contextlib.asynccontextmanager
     async def _prepared(self, graph_bytes: int, prepare: Callable[[], Awaitable[Prepared]]) -> AsyncIterator[Prepared]:
-        """Prepares a program; while this process holds a large one, other large ones of the tenant wait."""
+        """Prepares a program; while this process holds a large one, other large ones of the tenant wait.
+
+        Its bytes wait here for an engine. Few bytes can become a large graph: such a program is prepared again when its
+        turn comes.
+        """
         answer = None
         if graph_bytes < _LARGE_BYTES:
             answer = await prepare()

@@ -25,7 +25,7 @@ from gradrule_server.link.messages import CallShape, sampled_gradient
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request_record import CallPath, record_path
+from gradrule_server.operations.request_record import CallPath, record_path, timing_compilation
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import InlineKey, ProgramCache, ProgramKey, SessionKey
 from gradrule_server.programs.call_requests import EvaluateCall, ReadMessage, translate
@@ -95,7 +95,7 @@ class ProgramService:
         self.runner = ProgramRunner(loaded, blobs)
         """Runs compiled programs."""
         self._compiler = Compiler(loaded, self.preparer, limits, blobs, owner)
-        self.compile_tasks = CompileTasks(lambda: pool.is_kept_waiting_by(owner))
+        self.compile_tasks = CompileTasks(self.cache, lambda: pool.is_kept_waiting_by(owner))
         """The compilations that run now."""
         self.stored = StoredPrograms(programs, rules, self._compiler, self.cache, self.compile_tasks)
         self._has_known_calls = has_known_calls
@@ -155,19 +155,23 @@ class ProgramService:
         """Unloads all programs that no call uses from an engine without memory. Returns whether there were any."""
         return self._loaded.unload_idle(engine)
 
-    async def compile_for_session(self, key: SessionKey, spec: bytes, mode: RunMode) -> RunnableProgram:
-        """Returns a program for a session, loaded into the session's engine, and adds it to the cache.
+    async def find_for_session(
+        self, key: SessionKey, spec: Callable[[], bytes], size: int, mode: RunMode
+    ) -> tuple[RunnableProgram, bool]:
+        """Returns a program for a session, and whether it was compiled and loaded into the session's engine now.
 
-        `spec`: Bytes of the `ProgramSpec` with the graph, which `key` lacks.
+        Args:
+            key: Its key.
+            spec: Returns bytes of the `ProgramSpec` with the graph, which `key` lacks.
+            size: How many, about.
+            mode: How it will run.
         """
 
         async def compile(recovery: CallRecovery[Engine]) -> RunnableProgram:
-            shape, lookup = replace(key.call, session=True), RegistryLookup(self._rules)
-            program = await self._compiler.compile(spec, shape, lookup, recovery)
-            self.cache.put(key, program)
-            return program
+            shape = replace(key.call, session=True)
+            return (await self._compiler.compile(spec(), RegistryLookup(self._rules), shape, recovery))[0]
 
-        return await self.compile_tasks.run(key, self.runner.recovery(mode.ends_at, mode.pinned), compile, len(spec))
+        return await self.compile_tasks.find(key, self.runner.recovery(mode.ends_at, mode.pinned), compile, size)
 
     def end_session(self, name: str) -> None:
         """Drops the programs of a session that has ended, and those that are being compiled for it."""
@@ -239,28 +243,26 @@ class ProgramService:
         `spec`: Bytes of a `ProgramSpec`.
         """
         try:
-            program = await self._compiler.describe(spec, RegistryLookup(self._rules), self.runner.recovery(ends_at))
+            with timing_compilation():
+                program, _ = await self._compiler.compile(
+                    spec, RegistryLookup(self._rules), CallShape(), self.runner.recovery(ends_at), describes=True
+                )
         except GradruleError as cause:
             if cause.reason in _NOT_FINDINGS:
                 raise
             return None, list(cause.findings[:MAX_FINDINGS])
-        return program.program, []
+        return program.compiled.program, []
 
     async def _find_inline(
         self, spec: bytes, call: CallShape, recovery: CallRecovery[Engine]
     ) -> tuple[InlineKey, RunnableProgram, bool]:
         """Returns the key and the program of a spec, and whether it was compiled now."""
         key = InlineKey(hashlib.sha256(spec).digest(), self._rules.revision, call)
-        found = self.cache.get(key)
-        if found is not None:
-            return key, found, False
 
         async def compile(recovery: CallRecovery[Engine]) -> RunnableProgram:
-            program = await self._compiler.compile(spec, call, RegistryLookup(self._rules), recovery)
-            self.cache.put(key, program)
-            return program
+            return (await self._compiler.compile(spec, RegistryLookup(self._rules), call, recovery))[0]
 
-        return key, await self.compile_tasks.run(key, recovery, compile, len(spec)), True
+        return key, *await self.compile_tasks.find(key, recovery, compile, len(spec))
 
 
 _NOT_FINDINGS = frozenset(

@@ -454,15 +454,16 @@ class Session:
         started_ns = time.monotonic_ns()
         shape = replace(call.shape, split=bool(mode.handle))
         key = SessionKey(self._name, own_spec.SerializeToString(deterministic=True), shape)
-        program = self._manager.program_service.cache.get(key)
-        is_new = program is None
-        if program is None:
-            overrides = self._overrides if own_spec.WhichOneof("derivative") else b""
-            spec = own_spec.SerializeToString() + self._graph + overrides
-            async with self._reporting_loss():
-                program = await self._manager.program_service.compile_for_session(key, spec, mode)
-        runner = self._manager.program_service.runner
+        overrides = self._overrides if own_spec.WhichOneof("derivative") else b""
+
+        def spec() -> bytes:
+            return own_spec.SerializeToString() + self._graph + overrides
+
+        service = self._manager.program_service
         async with self._reporting_loss():
-            plan = runner.plan(program, call.header, describes=mode.describes)
-            answer = await runner.run(plan, call.values, received_ns, started_ns, mode, is_new=is_new, blobs=call.blobs)
+            program, is_new = await service.find_for_session(key, spec, len(self._graph), mode)
+            plan = service.runner.plan(program, call.header, describes=mode.describes)
+            answer = await service.runner.run(
+                plan, call.values, received_ns, started_ns, mode, is_new=is_new, blobs=call.blobs
+            )
         return answer, program, is_new

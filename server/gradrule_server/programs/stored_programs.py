@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -49,7 +47,7 @@ class StoredPrograms:
         self._rules = rules
         self._compiler = compiler
         self._cache = cache
-        self._deleted_names = DeletedNames()
+        self._forgotten = 0
         self._deletions: set[asyncio.Task[None]] = set()
 
     async def create(self, spec: bytes, program_id: str, recovery: CallRecovery[Engine]) -> program_pb2.Program:
@@ -59,7 +57,7 @@ class StoredPrograms:
             recovery: CallRecovery[Engine],
         ) -> tuple[RegistryLookup, RunnableProgram, link_pb2.PreparedProgram]:
             lookup = RegistryLookup(self._rules)
-            return lookup, *await self._compiler.compile_to_store(spec, _BASE, lookup, recovery)
+            return lookup, *await self._compiler.compile(spec, lookup, _BASE, recovery, is_kept=True)
 
         key = _NewProgram(hashlib.sha256(spec).digest(), self._rules.revision)
         lookup, program, prepared = await self._tasks.run(key, recovery, compile, len(spec))
@@ -76,11 +74,12 @@ class StoredPrograms:
                 prepared.override_values,
             )
 
-        with self._deleted_names.watch() as deleted:
-            async with self._programs.acquired_blobs(source):
-                stored = await asyncio.to_thread(store)
-            if stored.program.name not in deleted:
-                self._cache.put(StoredKey(stored.program.name, _BASE), _described(program, stored))
+        forgotten = self._forgotten
+        async with self._programs.acquired_blobs(source):
+            stored = await asyncio.to_thread(store)
+        # It may be deleted before this task goes on. Then its next call finds that out.
+        if self._forgotten == forgotten:
+            self._cache.put(StoredKey(stored.program.name, _BASE), _described(program, stored))
         return stored.program
 
     async def find(
@@ -130,7 +129,7 @@ class StoredPrograms:
 
     def forget(self, name: str) -> None:
         """Drops a program from the cache that this or another server has deleted or replaced. `name`: full name."""
-        self._deleted_names.add(name)
+        self._forgotten += 1
         self._cache.remove(lambda key: isinstance(key, StoredKey) and key.name == name)
         self._tasks.forget(lambda key: isinstance(key, StoredKey) and key.name == name)
 
@@ -141,45 +140,13 @@ class StoredPrograms:
     async def _find(
         self, key: StoredKey, recovery: CallRecovery[Engine], is_used: bool
     ) -> tuple[RunnableProgram, bool]:
-        found = self._cache.get(key)
-        if found is not None:
-            return found, False
-
         async def compile(recovery: CallRecovery[Engine]) -> RunnableProgram:
-            with self._deleted_names.watch() as deleted:
-                stored = await asyncio.to_thread(self._programs.get, key.name)
-                graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
-                compiled = await self._compiler.compile_stored(
-                    graph_bytes, functools.partial(self._content, stored), key.call, recovery
-                )
-                program = _described(compiled, stored)
-                if key.name not in deleted:
-                    self._cache.put(key, program, is_used=is_used)
-                return program
+            stored = await asyncio.to_thread(self._programs.get, key.name)
+            graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
+            read = functools.partial(self._content, stored)
+            return _described(await self._compiler.compile_stored(graph_bytes, read, key.call, recovery), stored)
 
-        return await self._tasks.run(key, recovery, compile), True
-
-
-class DeletedNames:
-    """Tells tasks that read a program by name whether the program was deleted meanwhile."""
-
-    def __init__(self) -> None:
-        self._watches: list[set[str]] = []
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[set[str]]:
-        """Provides the names that were deleted since this context was entered."""
-        names: set[str] = set()
-        self._watches.append(names)
-        try:
-            yield names
-        finally:
-            self._watches = [watch for watch in self._watches if watch is not names]
-
-    def add(self, name: str) -> None:
-        """Adds a name that was deleted now."""
-        for names in self._watches:
-            names.add(name)
+        return await self._tasks.find(key, recovery, compile, is_used=is_used)
 
 
 def _described(program: RunnableProgram, stored: StoredProgram) -> RunnableProgram:

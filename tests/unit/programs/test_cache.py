@@ -14,7 +14,6 @@ from gradrule_server.programs.cache import InlineKey, ProgramCache, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.runner import CallPlan
-from gradrule_server.programs.stored_programs import DeletedNames
 
 _CALL = CallShape()
 
@@ -141,17 +140,6 @@ def test_long_headers_are_not_kept() -> None:
     cache.put(key, program)
     cache.add_plan(bytes(20_000), key, plan(program))
     assert not cache._by_header
-
-
-def test_watchers_learn_of_deleted_names() -> None:
-    changes = DeletedNames()
-    changes.add("before")
-    with changes.watch() as outer:
-        with changes.watch() as inner:
-            changes.add("a")
-        changes.add("b")
-    changes.add("after")
-    assert (outer, inner) == ({"a", "b"}, {"a"})
 
 
 @pytest.mark.parametrize("key", [StoredKey("n", _CALL), InlineKey(b"n", 1, _CALL)])

@@ -11,6 +11,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.programs import compile_tasks as compile_tasks_module
+from gradrule_server.programs.cache import ProgramCache
 from gradrule_server.programs.compile_tasks import CompileTasks
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.crash_history import CrashHistory
@@ -25,7 +26,7 @@ class Fixture:
 
     def __init__(self) -> None:
         self.keeps_others_waiting = False
-        self.tasks = CompileTasks(lambda: self.keeps_others_waiting)
+        self.tasks = CompileTasks(ProgramCache(10, 10**6), lambda: self.keeps_others_waiting)
         self.gate = asyncio.Event()
         self.started = self.ended = self.cancelled = 0
         self.recoveries: list[CallRecovery[Engine]] = []

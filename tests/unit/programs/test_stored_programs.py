@@ -42,15 +42,16 @@ class FakeCompiler:
         self.gate.set()
         self.asked = 0
 
-    async def compile_to_store(self, spec: bytes, *_: Any) -> tuple[RunnableProgram, link_pb2.PreparedProgram]:
-        return await self.compile(spec), link_pb2.PreparedProgram(kept_spec=spec)
+    async def compile(self, spec: bytes, *_: Any, is_kept: bool) -> tuple[RunnableProgram, link_pb2.PreparedProgram]:
+        assert is_kept
+        return await self._compile(spec), link_pb2.PreparedProgram(kept_spec=spec)
 
     async def compile_stored(
         self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], *_: Any
     ) -> RunnableProgram:
-        return await self.compile(read()[0])
+        return await self._compile(read()[0])
 
-    async def compile(self, spec: bytes, *_: Any) -> RunnableProgram:
+    async def _compile(self, spec: bytes) -> RunnableProgram:
         self.asked += 1
         await self.gate.wait()
         digest = program_pb2.ProgramSpec.FromString(spec).fetches[0]
@@ -80,8 +81,9 @@ class Fixture:
     def restart(self, store: Store) -> None:
         """An empty cache."""
         rules = RuleRegistry(store, ["Sign"])
-        tasks = CompileTasks(lambda: False)
-        self.stored = StoredPrograms(self.registry, rules, self.compiler, ProgramCache(10, 10**6), tasks)
+        cache = ProgramCache(10, 10**6)
+        tasks = CompileTasks(cache, lambda: False)
+        self.stored = StoredPrograms(self.registry, rules, self.compiler, cache, tasks)
 
     async def create(self, digest: str) -> None:
         await self.stored.create(program_pb2.ProgramSpec(fetches=[digest]).SerializeToString(), "p", self.recovery)
