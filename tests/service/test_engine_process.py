@@ -116,7 +116,7 @@ async def test_dead_engine_is_replaced_and_reported() -> None:
         assert unknown_key.value.reason == errors_pb2.ERROR_REASON_INTERNAL
         last = engine.pid
         assert last is not None
-        assert dict(pool.status()[0].ended) == {"killed": 1}
+        assert dict(pool.engines[0].ended) == {"killed": 1}
         assert str(engine.last_end) == "SIGKILL"
     finally:
         await pool.stop()

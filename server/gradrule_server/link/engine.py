@@ -17,7 +17,6 @@ from gradrule_server.errors import error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.connection import MeasuredMemory
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.monitor import EngineStatus
 from gradrule_server.link.process import DEFAULT_TIMES, EngineProcess, EngineTimes, Spares
 from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest
 from gradrule_server.link.shared_memory import MemoryUse
@@ -90,7 +89,7 @@ class Engine:
         self._reports: set[asyncio.Task[None]] = set()
         self.is_removed = False
         """Whether it was removed: it gets no further process."""
-        self._ended: Counter[str] = Counter() if ended is None else ended
+        self.ended: Counter[str] = Counter() if ended is None else ended
         self.used_at = 0.0
         """Loop time of the last request, or of the start of its process."""
         self._unbatched: dict[str, set[str]] = {} if unbatched is None else unbatched
@@ -166,8 +165,17 @@ class Engine:
     @property
     def load(self) -> int:
         """The number of requests that run or wait."""
-        connection = self._process.connection if self._process is not None else None
-        return 0 if connection is None else connection.running + connection.waiting
+        return self.running + self.waiting
+
+    @property
+    def running(self) -> int:
+        """The number of requests that run."""
+        return self._process.connection.running if self._process is not None else 0
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for a thread."""
+        return self._process.connection.waiting if self._process is not None else 0
 
     @property
     def has_room(self) -> bool:
@@ -185,25 +193,17 @@ class Engine:
             return False
         return asyncio.get_running_loop().time() - self._process.connection.compiling_since >= seconds
 
-    def status(self, device: str) -> EngineStatus:
-        """Takes a snapshot."""
-        process = self._process
-        connection = process.connection if process is not None else None
-        return EngineStatus(
-            index=self.index,
-            owner=self.owner,
-            holds_sessions=self.use is Use.SESSIONS,
-            device=device,
-            pid=process.pid if process is not None else 0,
-            is_ready=self.is_ready,
-            running=connection.running if connection is not None else 0,
-            waiting=connection.waiting if connection is not None else 0,
-            kept=self.kept,
-            programs=self.programs if self.is_ready else 0,
-            resident_bytes=process.resident_bytes if process is not None else 0,
-            uptime_s=time.monotonic() - process.started_at if process is not None else 0.0,
-            ended=dict(self._ended),
-        )
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since its process became ready; 0: it has none."""
+        return time.monotonic() - self._process.started_at if self._process is not None else 0.0
+
+    @property
+    def holder(self) -> str:
+        """What uses it: `sessions`, `handles`, `programs`; `none` if no tenant does."""
+        if self.kept:
+            return "sessions" if self.use is Use.SESSIONS else "handles"
+        return "none" if self.use is Use.SESSIONS or self.owner is None else "programs"
 
     async def fill(self) -> None:
         """Waits for a process and installs it. Raises `EngineRefused` if the very first process cannot start."""
@@ -438,7 +438,7 @@ class Engine:
     async def _report_end(self, process: EngineProcess) -> None:
         """Counts and logs how a process ended, and records it for requests that have no caller any more."""
         end = self.last_end = await process.wait_ended()
-        self._ended[end.reason] += 1
+        self.ended[end.reason] += 1
         _log.warning("engine %d ended (%s)", process.pid, end)
         for request in process.connection.lost:
             if request.is_given_up and request.recorder is not None:

@@ -1,4 +1,4 @@
-"""Monitors all engine processes: their status and memory; ends those that stop answering or take too much memory."""
+"""Monitors all engine processes: ends those that stop answering or take too much memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -29,36 +28,6 @@ _OWN_PERIOD_S = 2.0
 # A process without a request is measured in one of so many rounds, since it hardly grows.
 _IDLE_ROUNDS = 4
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """A snapshot of an engine.
-
-    `owner`: its tenant; None if it has none yet. `kept`: the number of its sessions and forward handles. `ended`: how
-    many processes of this engine ended, by reason.
-    """
-
-    index: int
-    owner: str | None
-    holds_sessions: bool
-    device: str
-    pid: int
-    is_ready: bool
-    running: int
-    waiting: int
-    kept: int
-    programs: int
-    resident_bytes: int
-    uptime_s: float
-    ended: dict[str, int]
-
-    @property
-    def holder(self) -> str:
-        """What uses it: `sessions`, `handles`, `programs`; `none` if no tenant does."""
-        if self.kept:
-            return "sessions" if self.holds_sessions else "handles"
-        return "none" if self.holds_sessions or self.owner is None else "programs"
 
 
 class EngineMonitor:

@@ -16,7 +16,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import TenantLocks, start_logged_task, waiting_time
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine, Use
-from gradrule_server.link.monitor import EngineMonitor, EngineStatus
+from gradrule_server.link.monitor import EngineMonitor
 from gradrule_server.link.operating_system import OOM_KILLS
 from gradrule_server.link.process import DEFAULT_TIMES, EngineTimes, ProcessOptions, Spares
 from gradrule_server.link.v1 import link_pb2
@@ -187,10 +187,10 @@ class EnginePool:
         """The number of helper processes that ended unexpectedly, by helper and reason."""
         return {"fork_server": self._spares.fork_server_ends, "worker": self.workers.ended}
 
-    def status(self) -> list[EngineStatus]:
-        """Returns snapshots of all engines, by index."""
-        device = self.greeting.device or self._device
-        return [engine.status(device) for engine in sorted(self.engines, key=lambda engine: engine.index)]
+    @property
+    def device(self) -> str:
+        """The device of all engines, as TensorFlow names it; as the setting does before an engine has started."""
+        return self.greeting.device or self._device
 
     async def start(self) -> None:
         """Starts the first engines, and waits for one. Raises `EngineRefused` if it cannot run as configured."""

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gradrule_server.limits import REPORTED_RESOURCES
-from gradrule_server.link.monitor import EngineStatus
+from gradrule_server.link.engine import Engine
 from gradrule_server.operations.request_record import UNKNOWN_TENANT, RequestRecord
 from gradrule_server.operations.status import Sources
 
@@ -42,7 +42,7 @@ _DURATION_BUCKETS_S = (
     600.0,
 )
 
-_ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
+_ENGINE_GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "engine_up": ("1 where the engine is ready.", lambda engine: engine.is_ready),
     "engine_running_requests": ("Requests that run on the engine.", lambda engine: engine.running),
     "engine_waiting_requests": ("Requests that wait for the engine.", lambda engine: engine.waiting),
@@ -157,13 +157,13 @@ class Metrics(Collector):
 
 
 def _engines(sources: Sources) -> Iterator[Metric]:
-    engines, found = sources.engines, sources.engines.status()
+    engines = sources.engines
     for name, (text, value_of) in _ENGINE_GAUGES.items():
-        rows = {(str(engine.index), engine.device): value_of(engine) for engine in found}
+        rows = {(str(engine.index), engines.device): value_of(engine) for engine in engines.engines}
         yield _family(GaugeMetricFamily, name, text, ("engine", "device"), rows)
     text = "Engines by what uses them: programs, sessions, handles (forward handles), or none."
     held = dict.fromkeys((("programs",), ("sessions",), ("handles",), ("none",)), 0)
-    for engine in found:
+    for engine in engines.engines:
         held[(engine.holder,)] += 1
     yield _family(GaugeMetricFamily, "engines", text, ("holder",), held)
     text = "Engines that ended unexpectedly."

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.duration_pb2 import Duration
 
 from gradrule.v1 import admin_pb2
+from gradrule_server.link.engine import Use
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.recovery.crash_history import Quarantine
 
@@ -104,7 +105,7 @@ def shown_digest(found: Quarantine) -> str:
 def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
     """Returns the current status. Must be called on the event loop."""
     engines, workers, registry = sources.engines, sources.engines.workers, sources.registry()
-    tenants, quarantines, found = sources.tenants(), sources.quarantines(), engines.status()
+    tenants, quarantines = sources.tenants(), sources.quarantines()
     status = admin_pb2.ServerStatus(
         version=sources.version,
         tensorflow_version=engines.greeting.tensorflow_version,
@@ -119,7 +120,7 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
         engine_use=admin_pb2.EngineUse(
             evictions=engines.evictions,
             waiting_tenants=engines.waiting_tenants,
-            engines=admin_pb2.Usage(used=len(found), limit=engines.max_engines),
+            engines=admin_pb2.Usage(used=len(engines.engines), limit=engines.max_engines),
             memory_bytes=admin_pb2.Usage(used=engines.used_bytes, limit=engines.memory_share),
         ),
         host=socket.gethostname(),
@@ -130,13 +131,13 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
         _set_seconds(status.engine_use.since_eviction, engines.last_eviction_s)
     if registry.unavailable_s is not None:
         _set_seconds(status.registry.unavailable_for, registry.unavailable_s)
-    for engine in found:
+    for engine in sorted(engines.engines, key=lambda engine: engine.index):
         message = status.engines.add(
             index=engine.index,
             tenant=engine.owner or "",
-            holds_sessions=engine.holds_sessions,
-            device=engine.device,
-            pid=engine.pid,
+            holds_sessions=engine.use is Use.SESSIONS,
+            device=engines.device,
+            pid=engine.pid or 0,
             ready=engine.is_ready,
             running=engine.running,
             waiting=engine.waiting,

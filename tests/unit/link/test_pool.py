@@ -51,7 +51,7 @@ async def test_all_places_are_filled_and_then_the_reserve(starter: Starter) -> N
     await _until(lambda: pool.spares_ready == 2)
     assert [engine.is_ready for engine in pool.engines] == [True, True]
     assert len(starter.started) == 4
-    assert [status.device for status in pool.status()] == ["CPU:0"] * 2
+    assert pool.device == "CPU:0"
     await pool.stop()
     assert all(process.is_killed for process in starter.started)
 
@@ -70,7 +70,7 @@ async def test_a_spare_takes_the_place_at_once_and_another_is_started(starter: S
     assert engine.pid == spare.pid
     assert engine.generation == generation + 1
     assert changes == [True]
-    await _until(lambda: pool.spares_ready and pool.status()[0].ended == {"crash": 1})
+    await _until(lambda: pool.spares_ready and pool.engines[0].ended == {"crash": 1})
     assert len(starter.started) == 3
     await pool.stop()
 
@@ -251,7 +251,7 @@ async def test_sessions_have_an_engine_in_which_no_program_runs(starter: Starter
     assert first not in pool.engines_for("ada")
     assert await pool.session_engine("ada") is first
     assert await pool.session_engine("grace") is not first
-    assert [status.holds_sessions for status in pool.status()] == [False, False, True, True]
+    assert [engine.use is Use.SESSIONS for engine in pool.engines] == [False, False, True, True]
     await pool.stop()
 
 

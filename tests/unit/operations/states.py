@@ -8,22 +8,38 @@ from dataclasses import dataclass, field, replace
 
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.limits import TENANT_RESOURCES
-from gradrule_server.link.monitor import EngineStatus
+from gradrule_server.link.engine import Use
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.status import CacheStatus, RegistryStatus, Sources, TenantUsage
 from gradrule_server.recovery.crash_history import Quarantine, Workload
 from gradrule_server.registry.blob_index import BlobCacheUse
 
-ENGINE = EngineStatus(
+
+@dataclass(frozen=True)
+class FakeEngine:
+    """What status and metrics read of an engine."""
+
+    index: int
+    owner: str
+    pid: int | None
+    is_ready: bool
+    running: int
+    waiting: int
+    programs: int
+    resident_bytes: int
+    uptime_s: float
+    ended: Mapping[str, int]
+    holder: str = "programs"
+    use: Use = Use.PROGRAMS
+
+
+ENGINE = FakeEngine(
     index=0,
     owner="ada",
-    holds_sessions=False,
-    device="CPU:0",
     pid=4711,
     is_ready=True,
     running=2,
     waiting=1,
-    kept=0,
     programs=3,
     resident_bytes=1 << 30,
     uptime_s=60.5,
@@ -45,10 +61,11 @@ class Workers:
 @dataclass(frozen=True)
 class Engines:
     ended: Mapping[int, Mapping[str, int]] = field(default_factory=lambda: {1: {"crash": 2, "memory": 1}})
-    engines: Sequence[EngineStatus] = (
+    engines: Sequence[FakeEngine] = (
         ENGINE,
-        replace(ENGINE, index=1, device="GPU:0", pid=0, is_ready=False, ended={"crash": 2, "memory": 1}),
+        replace(ENGINE, index=1, pid=None, is_ready=False, ended={"crash": 2, "memory": 1}),
     )
+    device: str = "CPU:0"
     is_ready: bool = True
     spares_ready: int = 1
     max_engines: int = 21
@@ -62,9 +79,6 @@ class Engines:
     helper_ends: Mapping[str, Mapping[str, int]] = field(
         default_factory=lambda: {"fork_server": {"killed": 2}, "worker": {}}
     )
-
-    def status(self) -> Sequence[EngineStatus]:
-        return self.engines
 
 
 def tenant(name: str = "default", **used: int) -> TenantUsage:

@@ -56,7 +56,7 @@ def test_gauges_show_the_last_state() -> None:
     metrics.count_quarantine()
     metrics.set_state(sources(quarantines=[quarantine("0f", "signal 6", 300.0)]), audit_dropped=7)
     assert value(metrics, "engine_up", engine="0", device="CPU:0") == 1
-    assert value(metrics, "engine_up", engine="1", device="GPU:0") == 0
+    assert value(metrics, "engine_up", engine="1", device="CPU:0") == 0
     assert value(metrics, "engine_restarts_total", engine="1", reason="crash") == 2
     assert value(metrics, "engine_resident_bytes", engine="0", device="CPU:0") == 1 << 30
     assert value(metrics, "engine_spares") == 1

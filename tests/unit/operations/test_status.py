@@ -70,7 +70,7 @@ def test_status_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         ("gradrule 1.2.3 at host:1", "TensorFlow 2.21.0", "ready", "up 1 h 1 min", "4 of 256 requests", "1 spare"),
         ("0", "CPU:0", "4711", "ready", "1.0 GiB"),
-        ("1", "GPU:0", "starting", "crash 2, memory 1"),
+        ("1", "CPU:0", "starting", "crash 2, memory 1"),
         ("2 of 21", "3.0 MiB of 5.0 MiB", "3", "idle 1, turn 4", "7 s ago"),
         ("3", "2", "1", "1.0 MiB"),
         ("programs", "3 of 256", "1000 B of 2.0 KiB"),
