@@ -179,7 +179,7 @@ class GradientServicer:
         return self._shared_memory.issue_keys(call.caller)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
-        handles = StreamHandles(caller.tenant.handles, caller.tenant.program_service)
+        handles = StreamHandles(caller.tenant.program_service, caller.tenant.quotas, caller.tenant.handle_ttl_s)
         parse = functools.partial(self._pipeline.parse, caller=caller)
 
         async def forward(call: Call[link_pb2.RawForwardRequest]) -> bytes:
@@ -264,7 +264,10 @@ class SessionServicer:
 
     async def run(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         """Serves the session of one stream. Reports a lost session once, without waiting for a request."""
-        session = Session(caller.tenant.sessions, caller.tenant.handles)
+        tenant = caller.tenant
+        session = Session(
+            tenant.program_service, tenant.quotas, idle_s=tenant.session_idle_s, handle_ttl_s=tenant.handle_ttl_s
+        )
         started = is_loss_reported = False
 
         async def report_loss(cause: GradruleError) -> None:

@@ -20,10 +20,8 @@ from gradrule_server.front.admission import InFlight
 from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.operations.status import TenantUsage
 from gradrule_server.policy import Limits
-from gradrule_server.programs.forward_handles import HandleManager
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.service import ProgramService
-from gradrule_server.programs.session_limits import SessionManager
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
@@ -57,6 +55,8 @@ class Tenant:
 
     Attributes:
         quotas: by resource.
+        handle_ttl_s: longest lifetime of a forward handle that is not used, seconds.
+        session_idle_s: how long a session may get no message, seconds; 0: no limit.
         in_flight: its requests and bytes in flight.
         users: number of its calls and streams; 0 means idle.
         idle_since: CLOCK_MONOTONIC, seconds; 0 before its first call.
@@ -67,9 +67,9 @@ class Tenant:
     programs: ProgramRegistry
     blobs: BlobStore
     program_service: ProgramService
-    handles: HandleManager
-    sessions: SessionManager
     quotas: Mapping[str, Quota]
+    handle_ttl_s: float
+    session_idle_s: float
     in_flight: InFlight = field(default_factory=InFlight)
     users: int = 0
     idle_since: float = 0.0
@@ -260,22 +260,16 @@ class Tenants:
             owner=name,
             has_known_calls="known-calls" not in disabled_paths(settings.disabled_fast_paths),
         )
-        handles = HandleManager(
-            program_service,
-            quota=quotas["handles"],
-            bytes_quota=quotas["handle_bytes"],
-            ttl_s=settings.handle_ttl_s,
-            blob_folder=blobs.folder_name,
-        )
-        sessions = SessionManager(
-            program_service,
+        tenant = Tenant(
+            name,
+            rules,
+            programs,
             blobs,
-            shared.limits,
-            quota=quotas["sessions"],
-            bytes_quota=quotas["session_bytes"],
-            idle_s=settings.session_idle_s,
+            program_service,
+            quotas,
+            handle_ttl_s=settings.handle_ttl_s,
+            session_idle_s=settings.session_idle_s,
         )
-        tenant = Tenant(name, rules, programs, blobs, program_service, handles, sessions, quotas)
         if self._loop is not None:
             programs.on_changed = functools.partial(_call_on_loop, self._loop, program_service.stored.forget)
         return tenant

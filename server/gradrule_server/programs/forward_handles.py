@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,64 +60,29 @@ class _Handle:
     timer: asyncio.TimerHandle | None = None
 
 
-class HandleManager:
-    """Limits the number and bytes of a tenant's handles. Belongs to one asyncio loop.
+class StreamHandles:
+    """Manages the handles of one stream. Belongs to one asyncio loop.
 
-    blob_folder: Name of the folder of the tenant's blobs.
+    Args:
+        service: The programs of the tenant.
+        quotas: The tenant's quotas: `handles` limits the number of its handles, `handle_bytes` their bytes.
+        ttl_s: Longest lifetime of a handle that is not used, seconds.
+        runner: Runs the programs; None: the service.
     """
 
     def __init__(
         self,
-        program_service: ProgramService,
-        *,
-        quota: Quota,
-        bytes_quota: Quota,
+        service: ProgramService,
+        quotas: Mapping[str, Quota],
         ttl_s: float,
-        blob_folder: str = "",
+        runner: ForwardRunner | None = None,
     ) -> None:
-        self.program_service = program_service
-        self.ttl_s = ttl_s
-        self.blob_folder = blob_folder
-        self._quota = quota
-        self._bytes_quota = bytes_quota
-
-    def reserve_name(self) -> str:
-        """Returns the name for a new handle. Raises QUOTA_EXCEEDED if there are too many handles."""
-        self._quota.reserve()
-        # Nobody may guess the names of others.
-        return f"h{secrets.token_hex(8)}"
-
-    def release_name(self) -> None:
-        """Releases a name that no handle uses."""
-        self._quota.release()
-
-    @property
-    def available_bytes(self) -> tuple[int, str]:
-        """The most bytes that a new handle may keep, and the flag of the setting that limits them."""
-        return self._bytes_quota.available, self._bytes_quota.limiting_setting
-
-    def add(self, handle: _Handle, *, is_within_quota: bool) -> None:
-        """Adds a handle's bytes. Raises QUOTA_EXCEEDED if they are too many, unless the engine has checked them."""
-        if is_within_quota:
-            # The run has changed variables of a session, so it can no longer be refused.
-            self._bytes_quota.adjust(handle.kept_bytes)
-        else:
-            self._bytes_quota.reserve(handle.kept_bytes)
-        handle.process.engine.add_kept(handle.process.generation, 1)
-
-    def remove(self, handle: _Handle) -> None:
-        """Removes a handle and its bytes."""
-        self._quota.release()
-        self._bytes_quota.release(handle.kept_bytes)
-        handle.process.engine.add_kept(handle.process.generation, -1)
-
-
-class StreamHandles:
-    """Manages the handles of one stream. `runner`: Runs their programs."""
-
-    def __init__(self, manager: HandleManager, runner: ForwardRunner) -> None:
-        self._manager = manager
-        self._runner = runner
+        self._service = service
+        self._quota = quotas["handles"]
+        self.bytes_quota = quotas["handle_bytes"]
+        """Limits the bytes of the tenant's handles."""
+        self._ttl_s = ttl_s
+        self._runner: ForwardRunner = service if runner is None else runner
         self._handles: dict[str, _Handle] = {}
 
     async def forward(
@@ -127,29 +92,35 @@ class StreamHandles:
 
         `call`: The evaluation of the request.
         """
-        manager = self._manager
-        ttl_s = manager.ttl_s
+        ttl_s = self._ttl_s
         if request.HasField("ttl"):
             ttl_s = request.ttl.ToNanoseconds() / 1e9
             if ttl_s <= 0:
                 raise error(
                     errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"ttl is more than 0 s, not {ttl_s:g}", field="ttl"
                 )
-        name = manager.reserve_name()
+        self._quota.reserve()
+        # Nobody may guess the names of others.
+        name = f"h{secrets.token_hex(8)}"
         run: ForwardRun | None = None
         try:
             run = await self._runner.forward(call, name, received_ns, ends_at)
             # The handle does not keep the program, whose bytes no quota counts.
-            handle = _Handle(name, run.process, run.recorder, run.kept_bytes, min(ttl_s, manager.ttl_s))
+            handle = _Handle(name, run.process, run.recorder, run.kept_bytes, min(ttl_s, self._ttl_s))
             # Another call may have made an engine keep handles since this one started.
-            manager.program_service.pool.check_may_keep(run.process.engine)
-            manager.add(handle, is_within_quota=run.is_within_quota)
+            self._service.pool.check_may_keep(run.process.engine)
+            if run.is_within_quota:
+                # The run has changed variables of a session, so it can no longer be refused.
+                self.bytes_quota.adjust(handle.kept_bytes)
+            else:
+                self.bytes_quota.reserve(handle.kept_bytes)
         except BaseException as cause:
-            manager.release_name()
+            self._quota.release()
             if not isinstance(cause, GradruleError) or cause.reason in _KEPT_REASONS:
                 # The engine keeps the run, or will: the caller cancelled, or the run took too long or too many bytes.
                 self._release(name, None if run is None else run.process)
             raise
+        run.process.engine.add_kept(run.process.generation, 1)
         self._handles[name] = handle
         self._start_timer(handle)
         response = link_pb2.RawForwardResponse(evaluate=run.answer, handle=name, size_bytes=handle.kept_bytes)
@@ -165,7 +136,7 @@ class StreamHandles:
         if handle.process.is_gone:
             self.close(name)
             raise _expired(f"the handle {name!r} was lost with its engine")
-        message = link_pb2.PullBackRequest(handle=name, blob_folder=self._manager.blob_folder)
+        message = link_pb2.PullBackRequest(handle=name, blob_folder=self._service.blobs.folder_name)
         payload = with_values(message.SerializeToString(), received_ns, translate_pull_back(request).values)
         self._stop_timer(handle)
         try:
@@ -189,7 +160,7 @@ class StreamHandles:
         try:
             return await engine.call(Kind.PULL_BACK, payload, ends_at, handle.recorder)
         except NoMemoryLeft:
-            if handle.process.is_gone or not self._manager.program_service.unload_idle(engine):
+            if handle.process.is_gone or not self._service.unload_idle(engine):
                 raise
         return await engine.call(Kind.PULL_BACK, payload, ends_at, handle.recorder)
 
@@ -198,7 +169,9 @@ class StreamHandles:
         handle = self._handles.pop(name, None)
         if handle is not None:
             self._stop_timer(handle)
-            self._manager.remove(handle)
+            self._quota.release()
+            self.bytes_quota.release(handle.kept_bytes)
+            handle.process.engine.add_kept(handle.process.generation, -1)
             self._release(handle.name, handle.process)
 
     def close_all(self) -> None:

@@ -85,6 +85,7 @@ class ProgramService:
     ) -> None:
         self.pool = pool
         self.limits = limits
+        self.blobs = blobs
         self._rules = rules
         self._loaded = loaded
         self.owner = owner

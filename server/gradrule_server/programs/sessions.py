@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
@@ -18,10 +19,11 @@ from gradrule_server.policy import SMALL_BYTES
 from gradrule_server.programs.cache import SessionKey
 from gradrule_server.programs.call_requests import EvaluateCall, translate
 from gradrule_server.programs.compiler import RunnableProgram
-from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
+from gradrule_server.programs.forward_handles import StreamHandles
 from gradrule_server.programs.runner import ForwardRun, ProcessRef, Run, run_limit_s, turn_ends_at
-from gradrule_server.programs.session_limits import SessionManager
+from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.session_requests import SessionVariables, apply_settings, blob_name, read_spec
+from gradrule_server.quotas import Quota
 from gradrule_server.recovery.endings import EngineLost
 
 # Errors that may mean that the engine which held the session has ended.
@@ -63,7 +65,8 @@ class RunInSession:
         action = link_pb2.SessionRun(
             run=run.request, store=self.store, optimizer=self.optimizer, handle=self.handle, loss=self.loss
         )
-        action.max_kept_bytes, action.max_kept_bytes_setting = self.session.handles.available_bytes
+        quota = self.session.handles.bytes_quota
+        action.max_kept_bytes, action.max_kept_bytes_setting = quota.available, quota.limiting_setting
         request = link_pb2.SessionRequest(run=action)
         reply = await self.session.send(request, run.ends_at, run)
         self.reply = reply
@@ -74,19 +77,29 @@ class RunInSession:
 class Session:
     """One session. Its methods are called one after the other, but `close` at any time.
 
-    handles: Limits the tenant's forward handles, among them those of the session.
+    Args:
+        service: The programs of the tenant.
+        quotas: The tenant's quotas: `sessions` limits the number of its sessions, `session_bytes` the bytes of their
+            variables and optimizers; those of `StreamHandles`.
+        idle_s: How long it may get no message, seconds; 0: no limit.
+        handle_ttl_s: As `StreamHandles.ttl_s`.
     """
 
-    def __init__(self, manager: SessionManager, handles: HandleManager) -> None:
-        self._manager = manager
-        self.handles = handles
-        """Limits the tenant's forward handles."""
-        self._handles = StreamHandles(handles, self)
+    def __init__(
+        self, service: ProgramService, quotas: Mapping[str, Quota], *, idle_s: float, handle_ttl_s: float
+    ) -> None:
+        self._service = service
+        self._quota = quotas["sessions"]
+        self._bytes_quota = quotas["session_bytes"]
+        self._bytes = 0
+        self._idle_s = idle_s
+        self.handles = StreamHandles(service, quotas, handle_ttl_s, self)
+        """Its forward handles."""
         self._name = ""
         self._process: ProcessRef | None = None
         self._graph = b""
         self._overrides = b""
-        self._variables = SessionVariables((), manager.blobs, manager.limits)
+        self._variables = SessionVariables((), service.blobs, service.limits)
         self._pinned_blobs = contextlib.ExitStack()
         self._steps = 0
         self._watching: asyncio.Task[None] | None = None
@@ -105,14 +118,17 @@ class Session:
         blob = blob_name(request.graph)
         if blob:
             # Each kind of step compiles the graph again.
-            await self._manager.blobs.acquire([blob])
-            self._pinned_blobs.callback(self._manager.blobs.unpin, [blob])
-        found = await self._manager.program_service.preparer.variables(self._graph, ends_at)
-        self._variables = SessionVariables(found, self._manager.blobs, self._manager.limits)
+            await self._service.blobs.acquire([blob])
+            self._pinned_blobs.callback(self._service.blobs.unpin, [blob])
+        found = await self._service.preparer.variables(self._graph, ends_at)
+        self._variables = SessionVariables(found, self._service.blobs, self._service.limits)
         given = await self._variables.check_values(request.variables, "start.variables")
-        self._name = self._manager.open()
-        service = self._manager.program_service
-        engine = await service.pool.session_engine(service.owner, turn_ends_at(ends_at, run_limit_s(settings)))
+        self._quota.reserve()
+        # Engines find sessions of all tenants by these names, so no tenant may guess one.
+        self._name = f"s{secrets.token_hex(8)}"
+        engine = await self._service.pool.session_engine(
+            self._service.owner, turn_ends_at(ends_at, run_limit_s(settings))
+        )
         self._process = ProcessRef(engine, engine.generation)
         engine.add_kept(engine.generation, 1)
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")
@@ -129,7 +145,7 @@ class Session:
             call = EvaluateCall(evaluate_pb2.EvaluateHeader(), spec=spec_bytes)
             mode = RunInSession(self, ends_at, store=tuple(computed))
             async with self._reporting_loss():
-                await self._manager.program_service.run_inline(call, received_ns, mode)
+                await self._service.run_inline(call, received_ns, mode)
             reply = mode.reply or reply
         if request.HasField("optimizer_state"):
             reply = await self._restore(request.optimizer_state, ends_at)
@@ -235,7 +251,7 @@ class Session:
         `call`: The evaluation of the request. `settings`: As in `step`.
         """
         apply_settings(call.header, settings)
-        return await self._handles.forward(request, call, received_ns, ends_at)
+        return await self.handles.forward(request, call, received_ns, ends_at)
 
     async def pull_back(
         self,
@@ -248,11 +264,11 @@ class Session:
         if packing is not None:
             request.answer_packing.CopyFrom(packing)
         async with self._reporting_loss():
-            return await self._handles.pull_back(request, received_ns, ends_at)
+            return await self.handles.pull_back(request, received_ns, ends_at)
 
     def close_handle(self, handle: str) -> None:
         """Closes a handle, if it exists."""
-        self._handles.close(handle)
+        self.handles.close(handle)
 
     async def read(
         self, request: session_pb2.ReadRequest, ends_at: float, packing: tensor_pb2.Packing | None
@@ -300,9 +316,9 @@ class Session:
         try:
             yield
         finally:
-            if self._name and self._manager.idle_s:
+            if self._name and self._idle_s:
                 loop = asyncio.get_running_loop()
-                self._idle_timer = loop.call_later(self._manager.idle_s, self._end_idle)
+                self._idle_timer = loop.call_later(self._idle_s, self._end_idle)
 
     def _stop_idle_timer(self) -> None:
         if self._idle_timer is not None:
@@ -312,7 +328,7 @@ class Session:
     def _end_idle(self) -> None:
         """Ends the session, so that its engine is free for other tenants."""
         if not self.loss.done():
-            cause = f"the server ended the session, because it got no message for {self._manager.idle_s:g} s"
+            cause = f"the server ended the session, because it got no message for {self._idle_s:g} s"
             remedy = "save a session before a pause (`save`), and start another session with what it returned"
             self.loss.set_result(self._lost_because(f"{cause} (--session-idle-s)", remedy))
         self.close()
@@ -322,10 +338,11 @@ class Session:
         self._stop_idle_timer()
         if self._watching is not None:
             self._watching.cancel()
-        self._handles.close_all()
+        self.handles.close_all()
         if self._name:
-            self._manager.close(self._name)
-            self._manager.program_service.end_session(self._name)
+            self._bytes_quota.release(self._bytes)
+            self._quota.release()
+            self._service.end_session(self._name)
             if self._process is not None and not self._process.is_gone:
                 self._process.engine.notify(Kind.END_SESSION, release_payload(self._name))
                 self._process.engine.add_kept(self._process.generation, -1)
@@ -371,9 +388,10 @@ class Session:
         await self._check_process()
         left_s = ends_at - asyncio.get_running_loop().time()
         request.session = self._name
-        request.max_bytes = self._manager.available_bytes(self._name)
-        request.max_bytes_setting = self._manager.limiting_setting
-        request.blob_folder = self._manager.blobs.folder_name
+        # Sessions that grow at the same moment may together exceed the quota, since each gets all that is free.
+        request.max_bytes = self._bytes_quota.available + self._bytes
+        request.max_bytes_setting = self._bytes_quota.limiting_setting
+        request.blob_folder = self._service.blobs.folder_name
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
         received_ns, values = (0, ()) if run is None else (run.received_ns, run.values)
         recorder, least_run_s = (None, 0.0) if run is None else (run.plan.recorder, run.least_run_s)
@@ -381,7 +399,9 @@ class Session:
         answer = await self.process.engine.call(Kind.SESSION, payload, ends_at, recorder, least_run_s=least_run_s)
         reply = link_pb2.SessionReply.FromString(answer)
         self._steps = max(self._steps, reply.step)
-        self._manager.set_bytes(self._name, reply.bytes)
+        if self._name:
+            self._bytes_quota.adjust(reply.bytes - self._bytes)
+            self._bytes = reply.bytes
         return reply
 
     async def _check_process(self) -> None:
@@ -419,7 +439,7 @@ class Session:
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
         action = link_pb2.SessionAssign(variables=given, opens=opens)
-        async with self._manager.blobs.acquired(held), self._reporting_loss():
+        async with self._service.blobs.acquired(held), self._reporting_loss():
             return await self.send(link_pb2.SessionRequest(assign=action), ends_at)
 
     async def _restore(self, state: session_pb2.OptimizerState, ends_at: float) -> link_pb2.SessionReply:
@@ -431,13 +451,13 @@ class Session:
         slots = await self._variables.check_slots(state, field)
         held = [item.value.blob.sha256 for item in slots if item.value.HasField("blob")]
         action = link_pb2.SessionRestore(optimizer=state.optimizer, step=state.step, variables=names, slots=slots)
-        async with self._manager.blobs.acquired(held), self._reporting_loss():
+        async with self._service.blobs.acquired(held), self._reporting_loss():
             return await self.send(link_pb2.SessionRequest(restore=action), ends_at)
 
     async def _read_spec(self, call: EvaluateCall) -> program_pb2.ProgramSpec:
         if len(call.spec or b"") <= SMALL_BYTES:
-            return read_spec(call.spec, self._manager.limits)
-        return await asyncio.to_thread(read_spec, call.spec, self._manager.limits)
+            return read_spec(call.spec, self._service.limits)
+        return await asyncio.to_thread(read_spec, call.spec, self._service.limits)
 
     async def _run(
         self,
@@ -459,11 +479,9 @@ class Session:
         def spec() -> bytes:
             return own_spec.SerializeToString() + self._graph + overrides
 
-        service = self._manager.program_service
+        runner = self._service.runner
         async with self._reporting_loss():
-            program, is_new = await service.find_for_session(key, spec, len(self._graph), mode)
-            plan = service.runner.plan(program, call.header, describes=mode.describes)
-            answer = await service.runner.run(
-                plan, call.values, received_ns, started_ns, mode, is_new=is_new, blobs=call.blobs
-            )
+            program, is_new = await self._service.find_for_session(key, spec, len(self._graph), mode)
+            plan = runner.plan(program, call.header, describes=mode.describes)
+            answer = await runner.run(plan, call.values, received_ns, started_ns, mode, is_new=is_new, blobs=call.blobs)
         return answer, program, is_new

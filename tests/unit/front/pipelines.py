@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -35,15 +36,16 @@ class FakeTenants:
         return self.tenants.get(name)
 
     async def load(self, name: str) -> Any:
-        quotas = {"streams": Quota(self._streams, "streams", "--tenant-streams")}
+        quotas = defaultdict(Quota.unlimited, streams=Quota(self._streams, "streams", "--tenant-streams"))
         return self.tenants.setdefault(
             name,
             SimpleNamespace(
                 name=name,
                 in_flight=InFlight(),
                 quotas=quotas,
-                sessions=SimpleNamespace(blobs=None, limits=None),
-                handles=None,
+                program_service=SimpleNamespace(blobs=None, limits=None),
+                handle_ttl_s=60.0,
+                session_idle_s=0.0,
             ),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +24,10 @@ from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.cache import InlineKey, SessionKey, StoredKey
 from gradrule_server.programs.call_requests import MAX_TENSORS, EvaluateCall, translate
 from gradrule_server.programs.compiler import RunnableProgram
-from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
+from gradrule_server.programs.forward_handles import StreamHandles
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.runner import ProcessRef, RunOnce
 from gradrule_server.programs.service import ProgramService
-from gradrule_server.programs.session_limits import SessionManager
 from gradrule_server.programs.sessions import Session
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
@@ -104,17 +104,13 @@ class Fixture:
         self.engine.answer(await sent, Kind.RAN, b"" if reply is None else reply.SerializeToString())
         return await task
 
-    def handle_manager(self) -> HandleManager:
-        """Returns a manager of handles without limits."""
-        unlimited = Quota.unlimited()
-        return HandleManager(self.service, quota=unlimited, bytes_quota=unlimited, ttl_s=60.0, blob_folder="")
+    def handles(self) -> StreamHandles:
+        """Returns the handles of a stream without limits."""
+        return StreamHandles(self.service, defaultdict(Quota.unlimited), 60.0)
 
     async def session(self) -> Session:
         """Returns a session that has started."""
-        manager = SessionManager(
-            self.service, self.blobs, Limits(), quota=Quota.unlimited(), bytes_quota=Quota.unlimited()
-        )
-        session = Session(manager, self.handle_manager())
+        session = Session(self.service, defaultdict(Quota.unlimited), idle_s=0.0, handle_ttl_s=60.0)
         session._name, session._process = "s", ProcessRef(self.engine, self.engine.generation)
         return session
 
@@ -150,7 +146,7 @@ async def _forward(fixture: Fixture) -> list[bytes]:
 
 
 async def _pull_back(fixture: Fixture) -> list[bytes]:
-    handles = StreamHandles(fixture.handle_manager(), fixture.service)
+    handles = fixture.handles()
     running = handles.forward(link_pb2.RawForwardRequest(), inline_call(), 0, _LATE)
     answer = await fixture.answered(running, Kind.FORWARD, link_pb2.ForwardReply())
     name = link_pb2.RawForwardResponse.FromString(answer).handle
@@ -162,7 +158,7 @@ async def _pull_back(fixture: Fixture) -> list[bytes]:
 
 async def test_pulling_back_without_memory_unloads_idle_programs_and_runs_once_more(tmp_path: Path) -> None:
     fixture = Fixture(tmp_path)
-    handles = StreamHandles(fixture.handle_manager(), fixture.service)
+    handles = fixture.handles()
     running = handles.forward(link_pb2.RawForwardRequest(), inline_call(), 0, _LATE)
     answer = await fixture.answered(running, Kind.FORWARD, link_pb2.ForwardReply())
     request = evaluate_pb2.PullBackRequest(handle=link_pb2.RawForwardResponse.FromString(answer).handle)
@@ -349,7 +345,7 @@ async def test_first_run_has_more_time_than_its_deadline_if_the_load_took_long(
 
 async def test_forward_run_that_took_too_long_is_released(tmp_path: Path) -> None:
     fixture = Fixture(tmp_path)
-    handles = StreamHandles(fixture.handle_manager(), fixture.service)
+    handles = fixture.handles()
     call, forward = inline_call(), link_pb2.RawForwardRequest()
     call.header.run_timeout.FromMilliseconds(100)
     # The limit does not apply to the first run of a loaded program.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,11 +12,12 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.programs.sessions import Session
+from gradrule_server.quotas import Quota
 
 
 def started_session(idle_s: float) -> Any:
     """Returns a session that holds no engine."""
-    session = Session(MagicMock(idle_s=idle_s), MagicMock())
+    session = Session(MagicMock(), defaultdict(Quota.unlimited), idle_s=idle_s, handle_ttl_s=60.0)
     session._name = "s1"
     return session
 
@@ -30,7 +32,7 @@ async def test_only_time_between_messages_counts() -> None:
     cause = await session.loss
     assert cause.reason == errors_pb2.ERROR_REASON_SESSION_LOST
     assert "--session-idle-s" in cause.message
-    session._manager.close.assert_called_once_with("s1")
+    session._service.end_session.assert_called_once_with("s1")
     # Whatever comes later is answered with the same error.
     session._process = SimpleNamespace(is_gone=False)
     with pytest.raises(type(cause), match="SESSION_LOST"):
