@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 CALLS = 50
 MOST_FILES = 25
-MOST_CALLS = 108
+MOST_CALLS = 75
 
 
 @pytest.mark.skipif(

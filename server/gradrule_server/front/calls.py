@@ -23,6 +23,7 @@ from gradrule_server.errors import Finding, GradruleError, error, lacks_memory, 
 from gradrule_server.operations.request_record import REQUEST_ID, ObservedRequest, Observer, RequestRecord
 
 if TYPE_CHECKING:
+    from gradrule_server.front.open_streams import Stream
     from gradrule_server.front.tenants import Tenant
     from gradrule_server.identity import Principal
 
@@ -63,7 +64,7 @@ class Caller:
 
 @dataclass(slots=True)
 class Call(Generic[RequestT]):
-    """One call.
+    """One admitted request, of a unary call or of a stream.
 
     Attributes:
         request: the parsed request; empty for a method that reads `raw` itself.
@@ -98,11 +99,9 @@ class Upload(Generic[RequestT]):
     tenant: Tenant
 
 
-Write = Callable[[bytes], Awaitable[None]]
 Method = Callable[[Call[RequestT]], Awaitable[Message | bytes]]
 UploadMethod = Callable[[Upload[RequestT]], Awaitable[Message | bytes]]
-StreamMethod = Callable[[Caller, AsyncIterator[bytes], Write], Awaitable[None]]
-"""Serves a bidirectional stream, given its caller, its requests and a function that writes a response."""
+StreamMethod: TypeAlias = "Callable[[Stream], Awaitable[None]]"
 
 MethodTable = Mapping[str, tuple[type[Message] | None, Method]]  # type: ignore[type-arg]  # one table holds methods of every request type
 UploadTable = Mapping[str, tuple[type[Message], UploadMethod]]  # type: ignore[type-arg]  # as above

@@ -12,19 +12,21 @@ import ipaddress
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, cast
+
+import grpc
 
 from gradrule_server.concurrency import start_logged_task
 from gradrule_server.front.sockets import Address, Peer, Socket, Sockets, parse_peer
-from gradrule_server.front.time_limits import read_timeout
 from gradrule_server.link.operating_system import HeapTrimmer
 from gradrule_server.operations.log_writing import RateLimiter
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from gradrule_server.front.calls import Context
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,13 @@ _OVERHEAD_PER_CHECK = 1 << 10
 
 _LINES_PER_SECOND = 1.0
 _LINES_AT_ONCE = 20
+# Rate at which a client must read an answer and send a message.
+_MIN_BYTES_PER_S = 1 << 20
+
+
+def read_timeout(stall_s: float, size: int) -> float:
+    """Returns the seconds that a client has to read or to send `size` bytes."""
+    return stall_s + size / _MIN_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class ConnectionLimits:
         unauthenticated_s: seconds that an unauthenticated connection may be without a call.
         connection_bytes: bytes of unfinished messages of one connection.
         address_bytes: bytes of unfinished messages of one address.
-        stall_s: seconds that a message has to make progress, see `time_limits.read_timeout`.
+        stall_s: seconds that a message has to make progress, see `read_timeout`.
     """
 
     connections: int = 4096
@@ -77,6 +86,7 @@ class Connection:
 
     Attributes:
         address: of its client; the network of an IPv6 address.
+        reads: number of messages that may arrive now.
         unfinished: estimate of the bytes that have arrived and are not part of a finished message yet.
     """
 
@@ -122,30 +132,31 @@ class Connection:
             self.calls -= 1
             self.used_at = time.monotonic()
 
-    def start_read(self) -> None:
-        """Notes that a message may arrive from now on."""
-        self.reads += 1
-
     def finish_read(self, message: object) -> None:
-        """Notes that a message has arrived, or that the call has ended."""
+        """Notes that one of `reads` has ended, with a message or with the call."""
         self.reads -= 1
         self._delivered += len(message) if isinstance(message, bytes) else 0
         self._messages += 1
         if not self.reads:
             self.unfinished = 0
 
-    async def messages(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yields the messages of a call and counts them."""
-        while True:
-            raw = None
-            self.start_read()
-            try:
-                raw = await read_uncancelled(anext(requests, None))
-            finally:
-                self.finish_read(raw)
-            if raw is None:
-                return
-            yield raw
+    async def read(self, context: Context) -> bytes | None:
+        """Returns the next message of a call and counts it; None once the client has sent its last.
+
+        If the caller is cancelled, gRPC reads until the call ends: grpc.aio leaks some hundred bytes for each cancelled
+        read.
+        """
+        reading: asyncio.Future[object] = asyncio.ensure_future(context.read())
+        raw: object = grpc.aio.EOF
+        self.reads += 1
+        try:
+            raw = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            reading.add_done_callback(_retrieve)
+            raise
+        finally:
+            self.finish_read(raw)
+        return None if raw is grpc.aio.EOF else cast(bytes, raw)
 
     def update(self, found: Socket, now: float) -> None:
         """Updates the estimate of unfinished bytes from what the socket has sent and received so far."""
@@ -163,17 +174,7 @@ class Connection:
             self.stalled_since, self.delivered_at_stall_start = now, self._delivered
 
 
-async def read_uncancelled(read: Awaitable[T]) -> T:
-    """Awaits a read of gRPC. If the caller is cancelled, the read continues until its call ends.
-
-    grpc.aio leaks some hundred bytes for each cancelled read.
-    """
-    reading = asyncio.ensure_future(read)
-    reading.add_done_callback(_retrieve)
-    return await asyncio.shield(reading)
-
-
-def _retrieve(reading: asyncio.Future[T]) -> None:
+def _retrieve(reading: asyncio.Future[object]) -> None:
     """Retrieves the result of an abandoned read, since asyncio would log its exception."""
     if not reading.cancelled():
         reading.exception()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
@@ -13,24 +13,24 @@ from google.rpc import error_details_pb2
 from gradrule.common import wire_format
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.front.admission import RequestChunks
-from gradrule_server.front.calls import Caller, MethodTable, Write, log_incident, to_status
+from gradrule_server.front.calls import MethodTable, log_incident, to_status
+from gradrule_server.front.open_streams import Stream
+from gradrule_server.front.request_chunks import RequestChunks
 from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request_record import ObservedRequest
 
 _log = logging.getLogger(__name__)
 
-Answer = Callable[[], Awaitable[bytes]]
-
-# A stream is not read while more requests of it run or wait to be written, or more bytes of answers wait.
+# A stream is not read while more requests of it run or wait to be written.
 _MAX_REQUESTS = 32
-_MAX_UNWRITTEN_BYTES = 64 << 20
 # Smaller chunks of an answer would cost more than they save.
 _MIN_CHUNK_BYTES = 64 << 10
 
 _ANSWER_FIELDS = {
     field.name: field.number for field in link_pb2.RawStreamResponse.DESCRIPTOR.oneofs_by_name["response"].fields
 }
+_REQUEST = evaluate_pb2.StreamEvaluateRequest.DESCRIPTOR.full_name
 _ID_TAG = bytes((link_pb2.RawStreamResponse.REQUEST_ID_FIELD_NUMBER << 3 | wire_format.VARINT,))
 _CHUNK_FIELD = link_pb2.RawStreamResponse.CHUNK_FIELD_NUMBER
 
@@ -40,268 +40,174 @@ class EvaluateStream:
 
     Args:
         pipeline: admits and parses each request.
-        caller: of the stream.
+        stream: of the client.
         methods: method and message type for each kind of request.
-        write: writes a message to the client.
     """
 
-    def __init__(
-        self,
-        pipeline: RequestPipeline,
-        caller: Caller,
-        methods: MethodTable,
-        write: Write,
-    ) -> None:
+    def __init__(self, pipeline: RequestPipeline, stream: Stream, methods: MethodTable) -> None:
         self._pipeline = pipeline
-        self._caller = caller
-        self._methods = methods
-        self._write = write
-        self._writing = asyncio.Lock()
+        self._stream = stream
+        self._caller = stream.caller
+        self._methods = {kind: pipeline.parsing(*method) for kind, method in methods.items()}
+        self._loop = asyncio.get_running_loop()
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
-        self._unwritten = 0
-        self._has_room = asyncio.Event()
-        self._has_room.set()
-        self._running: dict[int, _RunningRequest] = {}
         self._chunks = RequestChunks(
-            pipeline,
-            caller,
-            max_requests=_MAX_REQUESTS,
-            max_deadline_s=pipeline.max_deadline_s,
-            on_late=self._refuse_late,
+            pipeline.admission, self._caller.tenant.in_flight, pipeline.times.max_deadline_s, self._refuse_late
         )
+        # The requests that are computed, and all tasks of requests: those that are written too.
+        self._computing: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_over = False
 
-    async def run(self, requests: AsyncIterator[bytes]) -> None:
+    async def run(self) -> None:
         """Answers requests until the stream ends, then waits for running requests, unless the client has left."""
-        reading = asyncio.ensure_future(self._read(requests))
-        drained = asyncio.ensure_future(self._pipeline.draining.wait())
+        failure: GradruleError | None = None
         try:
             try:
-                age_s = self._pipeline.stream_age_s
-                await asyncio.wait({reading, drained}, timeout=age_s, return_when=asyncio.FIRST_COMPLETED)
-                if not reading.done():
-                    cause = "the server is going away" if drained.done() else "the stream has reached its maximum age"
-                    raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, cause, retry_after_s=0.0)
-                reading.result()
-            finally:
-                reading.cancel()
-                drained.cancel()
-        except GradruleError:
-            await self._finish()
-            raise
-        else:
-            await self._finish()
+                await self._read()
+            except GradruleError as cause:
+                failure = cause
+            while self._tasks:
+                await asyncio.wait(set(self._tasks))
+            if failure is not None:
+                raise failure
         finally:
             self._is_over = True
             self._chunks.drop_all()
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(reading, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _read(self, requests: AsyncIterator[bytes]) -> None:
-        async for raw in requests:
-            if not self._has_room.is_set():
-                await self._has_room.wait()
+    async def _read(self) -> None:
+        if self._pipeline.times.stream_age_s is not None:
+            self._stream.stop_reading(self._pipeline.times.stream_age_s)
+        admission, in_flight = self._pipeline.admission, self._caller.tenant.in_flight
+        while (raw := await self._stream.read()) is not None:
             await self._handle(raw)
-            if not self._chunks.are_arriving:
-                # The chunks that would complete a request must still be read.
-                await self._pipeline.wait_for_room(self._caller)
-
-    def _refuse_late(self, number: int, cause: GradruleError) -> None:
-        """Answers a request whose chunks did not all arrive in time."""
-        self._keep(asyncio.ensure_future(self._start(number, _fail(cause))))
-
-    async def _finish(self) -> None:
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+            # A request must not stay in memory because no other one follows.
+            del raw
+            # While requests arrive in chunks, the chunks that would complete them must still be read.
+            if not self._chunks.arriving and (counted := await admission.wait_to_read(in_flight)):
+                admission.forget_arriving(in_flight, counted)
 
     async def _handle(self, raw: bytes) -> None:
         """Starts, continues or cancels a request, as a message of the client says."""
+        number = 0
         try:
             request = link_pb2.RawStreamRequest.FromString(raw)
             number, kind = request.request_id, request.WhichOneof("request")
             if kind == "cancel":
-                number = evaluate_pb2.CancelRequest.FromString(request.cancel).request_id
+                await self._cancel(evaluate_pb2.CancelRequest.FromString(request.cancel).request_id)
+            elif kind is None:
+                raise _malformed("the message holds no request")
+            elif number in self._computing:
+                raise _malformed(f"a request {number} is under way on this stream; take another id")
+            elif kind == "chunk":
+                self._chunks.add(number, request.chunk, _seconds(request))
+            elif self._chunks.complete(number, request.total_bytes):
+                observed = self._pipeline.observer.part(kind)
+                await self._slots.acquire()
+                self._computing[number] = self._start(self._answer(request, kind, observed))
         except DecodeError:
-            name = evaluate_pb2.StreamEvaluateRequest.DESCRIPTOR.full_name
-            await self._start(0, _refuse(f"the bytes are no {name}"))
-            return
-        if kind == "cancel":
-            await self._cancel(number)
-        elif kind is None:
-            await self._start(number, _refuse("the message holds no request"))
-        elif number in self._running:
-            await self._start(number, _refuse(f"a request {number} is under way on this stream; take another id"))
-        elif kind == "chunk":
-            failure = self._chunks.add(number, request.chunk, _seconds(request))
-            if failure is not None:
-                await self._start(number, _fail(failure))
-        elif not request.total_bytes and not self._chunks.has_any:
-            await self._answer(request, kind)
-        elif self._chunks.forget_refused(number) and request.total_bytes:
-            # It was answered when it was refused. A request without chunks is a new one that uses the id again.
-            return
-        elif self._chunks.size(number) != request.total_bytes:
-            came = self._chunks.size(number)
-            self._chunks.drop(number)
-            message = f"the request's chunks have {request.total_bytes} bytes (total_bytes), of which {came} have come"
-            await self._start(number, _refuse(message))
-        else:
-            if request.total_bytes:
-                self._chunks.complete(number)
-            else:
-                self._chunks.drop(number)
-            await self._answer(request, kind)
-
-    async def _answer(self, request: link_pb2.RawStreamRequest, kind: str) -> None:
-        """Starts a request that has arrived completely."""
-        number = request.request_id
-        request_type, method = self._methods[kind]
-        observed = self._pipeline.observer.part(kind)
-        raw: bytes = getattr(request, kind)
-        answer_whole = functools.partial(self._pipeline.answer, self._caller, observed, request_type, method)
-
-        async def answer_joined() -> bytes:
-            return await answer_whole(*await self._chunks.join(number, raw))
-
-        answer = answer_joined if request.total_bytes else functools.partial(answer_whole, raw, _seconds(request))
-        await self._start(number, answer, kind, request.answer_chunk_bytes, observed.request.id)
+            await self._write_failure(0, _malformed(f"the bytes are no {_REQUEST}"))
+        except GradruleError as cause:
+            await self._write_failure(number, cause)
 
     async def _cancel(self, number: int) -> None:
-        running = self._running.get(number)
-        if running is not None:
-            running.is_cancelled = True
+        task = self._computing.get(number)
+        if task is not None:
             # A task that is cancelled before its first step would never answer.
-            asyncio.get_running_loop().call_soon(running.cancel)
+            self._loop.call_soon(self._cancel_computing, number, task)
         elif self._chunks.drop(number):
-            await self._start(number, _fail(_cancelled()))
+            await self._write_failure(number, _cancelled())
 
-    async def _start(
-        self, number: int, answer: Answer, kind: str = "", chunk_bytes: int = 0, request_id: str = ""
-    ) -> None:
-        await self._slots.acquire()
-        running = _RunningRequest()
-        if kind:
-            self._running[number] = running
-        serving = self._run_request(number, running, answer, kind, chunk_bytes, request_id)
-        running.task = asyncio.get_running_loop().create_task(serving)
-        self._tasks.add(running.task)
-        running.task.add_done_callback(self._served)
+    def _cancel_computing(self, number: int, task: asyncio.Task[None]) -> None:
+        """Cancels the computation, unless the answer is ready; its writing continues."""
+        if self._computing.get(number) is task:
+            task.cancel()
 
-    def _served(self, task: asyncio.Task[None]) -> None:
-        self._slots.release()
-        self._ended(task)
+    def _refuse_late(self, number: int, cause: GradruleError) -> None:
+        """Answers a request whose chunks did not all arrive in time."""
+        self._start(self._write_failure(number, cause))
 
-    def _keep(self, task: asyncio.Task[None]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("a request of a stream was not answered", exc_info=task.exception())
 
-    async def _run_request(
-        self, number: int, running: _RunningRequest, answer: Answer, kind: str, chunk_bytes: int, request_id: str
-    ) -> None:
+    async def _answer(self, request: link_pb2.RawStreamRequest, kind: str, observed: ObservedRequest) -> None:
         """Answers a request in all cases, since its client would otherwise wait forever."""
+        number, raw, remaining = request.request_id, getattr(request, kind), _seconds(request)
+        is_chunked, chunk_bytes = number in self._chunks.arriving, request.answer_chunk_bytes
+        del request
         data: bytes | None = None
         failure: GradruleError | None = None
         try:
-            data = await answer()
-        except GradruleError as cause:
-            failure = cause
-        except asyncio.CancelledError:
-            if not running.is_cancelled or self._is_over:
-                raise
-            failure = _cancelled()
-        except Exception:
-            failure = log_incident()
+            try:
+                with observed:
+                    if is_chunked:
+                        raw, remaining = await self._chunks.join(number, raw)
+                    data = await self._pipeline.run(self._caller, observed.request, remaining, raw, self._methods[kind])
+            except GradruleError as cause:
+                failure = cause
+            except asyncio.CancelledError:
+                if self._is_over:
+                    raise
+                failure = _cancelled()
+            except Exception:
+                failure = log_incident()
+            finally:
+                # The bytes of the request are not counted any more.
+                del self._computing[number], raw
+            if data is None:
+                assert failure is not None
+                await self._write_failure(number, failure, observed.request.id)
+            elif self._is_over:
+                # The answer came after the stream had ended.
+                self._pipeline.release_answer(self._caller, len(data))
+            else:
+                size, messages = len(data), _messages(number, _ANSWER_FIELDS[kind], data, chunk_bytes)
+                # Frees the answer early: the messages hold what they need of it.
+                del data
+                if isinstance(messages, bytes):
+                    await self._write(messages, size)
+                else:
+                    await self._write_chunks(messages, size)
         finally:
-            running.is_answered = True
-            if self._running.get(number) is running:
-                del self._running[number]
-            # Frees the bytes of the request, which are not counted any more.
-            del answer
-        if data is None:
-            assert failure is not None
-            await self._send(0, _failure_message(number, failure, request_id))
-        elif self._is_over:
-            # The answer came after the stream had ended.
-            self._pipeline.release_answer(self._caller, len(data))
-        else:
-            size, messages = len(data), _messages(number, _ANSWER_FIELDS[kind], data, chunk_bytes)
-            # Frees the answer early: the messages hold what they need of it.
-            del data
-            await self._send(size, messages)
+            self._slots.release()
 
-    async def _send(self, size: int, messages: bytes | Iterator[bytes]) -> None:
-        """Writes an answer of `size` bytes; the messages of a chunked answer are made one by one."""
-        self._count(size)
-        held = size
+    async def _write_chunks(self, messages: Iterator[bytes], size: int) -> None:
+        """Writes an answer of `size` bytes in chunks, which are copies: the answer counts until the last is written."""
         try:
-            if isinstance(messages, bytes):
-                async with self._writing:
-                    # From here on `OpenStreams` counts the message.
-                    self._pipeline.release_answer(self._caller, held)
-                    held = 0
-                    await self._try_to_write(messages)
-                return
-            # Chunks are copies, so the answer stays in memory until the last chunk is written.
-            for data in messages:
-                async with self._writing:
-                    if not await self._try_to_write(data):
-                        return
+            for message in messages:
+                if not await self._write(message):
+                    return
         finally:
-            if held:
-                self._pipeline.release_answer(self._caller, held)
-            self._count(-size)
+            self._pipeline.release_answer(self._caller, size)
 
-    async def _try_to_write(self, data: bytes) -> bool:
-        """Writes a message; returns whether that worked."""
+    async def _write_failure(self, number: int, cause: GradruleError, request_id: str = "") -> None:
+        """Writes the error of a request. `request_id`: as in the log; empty: it has none."""
+        await self._write(_failure_message(number, cause, request_id))
+
+    async def _write(self, data: bytes, counted: int = 0) -> bool:
+        """Writes a message, see `Stream.write`; returns whether that worked."""
         try:
-            await self._write(data)
+            await self._stream.write(data, counted)
         except Exception:
             # The client has stopped reading; the reading side of the stream reports that it has ended.
             _log.debug("an answer could not be written", exc_info=True)
             return False
         return True
 
-    def _count(self, size: int) -> None:
-        """Counts bytes of answers that wait to be written; stops counting them where `size` is negative."""
-        self._unwritten += size
-        if self._unwritten > _MAX_UNWRITTEN_BYTES:
-            self._has_room.clear()
-        else:
-            self._has_room.set()
 
-
-class _RunningRequest:
-    """A request whose answer is being computed or written."""
-
-    __slots__ = ("is_answered", "is_cancelled", "task")
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self.is_cancelled = False
-        self.is_answered = False
-
-    def cancel(self) -> None:
-        """Cancels the computation, unless the answer is ready; its writing continues."""
-        if self.task is not None and not self.is_answered:
-            self.task.cancel()
-
-
-def _refuse(message: str) -> Answer:
-    return _fail(error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
-
-
-def _fail(cause: GradruleError) -> Answer:
-    async def answer() -> bytes:
-        raise cause
-
-    return answer
+def _malformed(message: str) -> GradruleError:
+    return error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message)
 
 
 def _cancelled() -> GradruleError:

@@ -76,7 +76,7 @@ class SmallReads:
         self._make_room(connection)
         mine = _Waiting(connection)
         self._waiting[mine] = None
-        connection.start_read()
+        connection.reads += 1
         reading: asyncio.Future[object] = asyncio.ensure_future(context.read())
         reading.add_done_callback(lambda read: connection.finish_read(_message_of(read)))
         try:

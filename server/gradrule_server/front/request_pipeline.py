@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from gradrule.v1 import errors_pb2
 from gradrule_server.concurrency import TenantLocks
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.front.admission import Admission, UnaryRequests
+from gradrule_server.front.admission import Admission
 from gradrule_server.front.authentication import CallerAuthenticator, CreateHandler, Handler, RpcService
 from gradrule_server.front.calls import (
     MAX_COMPRESSED_BYTES,
@@ -42,13 +42,13 @@ from gradrule_server.front.calls import (
     observe_call,
     when_done,
 )
-from gradrule_server.front.connections import ConnectionWatch
-from gradrule_server.front.open_streams import OpenStreams
+from gradrule_server.front.connections import ConnectionWatch, read_timeout
+from gradrule_server.front.open_streams import Stream
+from gradrule_server.front.sockets import close_connection
 from gradrule_server.front.tenants import Tenants
-from gradrule_server.front.time_limits import Deadline, Deadlines, IntervalChecks, UnreadAnswer, read_timeout
 from gradrule_server.identity import Principal
 from gradrule_server.operations.audit import record_registration
-from gradrule_server.operations.request_record import ObservedRequest, Observer, RequestRecord
+from gradrule_server.operations.request_record import Observer, RequestRecord
 from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
 
 _NO_METHODS: Mapping[str, Any] = MappingProxyType({})
@@ -67,7 +67,7 @@ class CallTimes:
     Attributes:
         default_deadline_s: deadline of a call that sets none.
         max_deadline_s: longest deadline.
-        stall_s: how long an answer may stay unread, see `time_limits.read_timeout`.
+        stall_s: how long an answer may stay unread, see `connections.read_timeout`.
         recheck_s: interval at which the credential that opened a stream is checked again.
         stream_age_s: age at which a stream of evaluations ends, so that its client continues elsewhere; None: no limit.
     """
@@ -102,30 +102,16 @@ class RequestPipeline:
         limits: NodeLimits | None = None,
         connections: ConnectionWatch | None = None,
     ) -> None:
+        self.admission = admission
+        self.times = times
         self.observer = observer or Observer()
         self._limits = limits or NodeLimits()
         self._authenticator = authenticator
         self._tenants = tenants
-        self._admission = admission
-        self._times = times
         self._connections = connections or ConnectionWatch()
-        self._open_streams = OpenStreams(authenticator, admission, self._connections, times.stall_s, times.recheck_s)
-        self._unary_requests = UnaryRequests(admission, self._connections)
         self._parsing = TenantLocks()
-        self._unread_checks = IntervalChecks(times.stall_s / 4)
-        self._deadlines = Deadlines()
-        self.draining = asyncio.Event()
-        """Set once the server stops."""
-
-    @property
-    def stream_age_s(self) -> float | None:
-        """Age at which a stream of evaluations ends, seconds; None: no limit."""
-        return self._times.stream_age_s
-
-    @property
-    def max_deadline_s(self) -> float:
-        """Longest deadline of a request, seconds."""
-        return self._times.max_deadline_s
+        self._streams: set[Stream] = set()
+        self._is_draining = False
 
     def create_service(
         self,
@@ -143,77 +129,81 @@ class RequestPipeline:
             uploads: methods whose request comes in several messages.
             streams: bidirectional methods.
         """
-        rpc = f"{name.rpartition('.')[2]}/{{}}".format
         handlers: dict[str, CreateHandler] = {}
-        for method_name, (request_type, method) in methods.items():
-            handlers[method_name] = self._unary(rpc(method_name), request_type, method)
-        for method_name, (request_type, upload) in uploads.items():
-            handlers[method_name] = self._upload(rpc(method_name), request_type, upload)
-        for method_name, stream in streams.items():
-            handlers[method_name] = self._stream(rpc(method_name), stream)
-        paths = {f"/{name}/{method_name}": create for method_name, create in handlers.items()}
-        return RpcService(self._authenticator, self.observer, paths)
 
-    async def answer(
+        def add(method: str, create: Callable[..., Handler], answer: Callable[..., Awaitable[Any]]) -> None:
+            serve = functools.partial(self._serve, f"{name.rpartition('.')[2]}/{method}", answer)
+            handlers[f"/{name}/{method}"] = lambda known: create(functools.partial(serve, known))
+
+        # Unary calls are declared as streams: gRPC would read the whole request before it reports the call.
+        for key, (request_type, method) in methods.items():
+            parsing = self.parsing(request_type, method)
+            add(key, grpc.stream_unary_rpc_method_handler, functools.partial(self._answer_unary, parsing))
+        for key, (request_type, upload) in uploads.items():
+            answer = functools.partial(self._answer_upload, request_type, upload)
+            add(key, grpc.stream_unary_rpc_method_handler, answer)
+        for key, stream in streams.items():
+            add(key, grpc.stream_stream_rpc_method_handler, functools.partial(self._answer_stream, stream))
+        return RpcService(self._authenticator, self.observer, handlers)
+
+    async def run(
         self,
         caller: Caller,
-        observed: ObservedRequest,
-        request_type: type[RequestT] | None,
-        method: Method[RequestT],
-        raw: bytes,
+        record: RequestRecord,
         remaining: float | None,
+        raw: bytes | Callable[[float], Awaitable[bytes]],
+        method: Method[Any],
     ) -> bytes:
-        """Admits, parses and answers one request of a stream within its deadline; raises `GradruleError` only.
+        """Admits one request and answers it within its deadline; raises `GradruleError` only.
 
         Waits while too many bytes are in flight; OVERLOADED shortly before the deadline. The bytes of the answer stay
         counted until `release_answer`.
 
         Args:
-            caller: of the stream.
-            observed: record of the request.
-            request_type: None for a method that reads the bytes itself.
-            method: answers the request.
-            raw: bytes of the request.
+            caller: of the call.
+            record: of the request.
             remaining: seconds that the client gives the request; None: the default deadline.
+            raw: bytes of the request, or a function that reads them until the deadline, loop time.
+            method: answers the request.
         """
-        request = observed.request
-
-        def call(ends_at: float) -> Awaitable[Message | bytes]:
-            return self._call(caller, request, request_type, method, raw, ends_at)
-
-        with observed:
-            request.bytes_in = len(raw)
-            data = await self.run(caller, call, remaining, len(raw))
-            request.bytes_out = len(data)
-            self._admission.adjust_bytes(caller.tenant.in_flight, len(data))
-            return data
-
-    async def run(
-        self,
-        caller: Caller,
-        function: Callable[[float], Awaitable[Message | bytes]],
-        remaining: float | None,
-        size: int,
-    ) -> bytes:
-        """Admits a request of `size` bytes and runs a function for it within its deadline; fails as `answer` does.
-
-        `function` takes the deadline, event loop time, seconds.
-        """
-        in_flight, admitted = caller.tenant.in_flight, 0
+        admission, in_flight, times = self.admission, caller.tenant.in_flight, self.times
+        seconds = times.default_deadline_s if remaining is None else min(remaining, times.max_deadline_s)
+        ends_at = asyncio.get_running_loop().time() + seconds
+        admitted = answered = 0
+        admission.admit(in_flight)
         try:
-            self._admission.admit(in_flight)
-            try:
-                with self._deadline(remaining) as deadline:
-                    await self._admission.admit_bytes(in_flight, size, deadline.ends_at)
-                    admitted = size
-                    answer = await function(deadline.ends_at)
-            finally:
-                self._admission.release(in_flight, admitted)
+            async with asyncio.timeout_at(ends_at) as limit:
+                if not isinstance(raw, bytes):
+                    raw = await raw(ends_at)
+                size = record.bytes_in = len(raw)
+                if not admission.admit_now(in_flight, size):
+                    await admission.wait(in_flight, size, ends_at)
+                admitted = size
+                answer = await method(Call(_EMPTY, raw, record.received_ns, ends_at, caller))
+            data = answer if isinstance(answer, bytes) else answer.SerializeToString()
+            answered = record.bytes_out = len(data)
         except GradruleError:
             raise
         except Exception as cause:
+            if isinstance(cause, TimeoutError) and limit.expired():
+                raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
             raise log_incident() from cause
-        return answer if isinstance(answer, bytes) else answer.SerializeToString()
+        finally:
+            admission.release(in_flight, admitted, answered)
+        return data
+
+    def parsing(self, request_type: type[RequestT] | None, method: Method[RequestT]) -> Method[RequestT]:
+        """Returns a method that parses its request first; with None the method itself."""
+        if request_type is None:
+            return method
+
+        async def parse_and_call(call: Call[RequestT]) -> Message | bytes:
+            call.request = await self.parse(request_type, call.raw, call.caller)
+            answer = await method(call)
+            record_registration(call.request, answer)
+            return answer
+
+        return parse_and_call
 
     async def parse(self, request_type: type[RequestT], raw: bytes, caller: Caller) -> RequestT:
         """Returns the message in the bytes.
@@ -226,58 +216,104 @@ class RequestPipeline:
         async with self._parsing.hold(caller.tenant.name):
             return await asyncio.to_thread(_parse, request_type, raw, self._limits)
 
-    def reserve_chunk(self, caller: Caller, size: int, arrived: int) -> None:
-        """Counts bytes of a request that is arriving until `release_chunks`; OVERLOADED, LIMIT_EXCEEDED.
-
-        `arrived`: the bytes of the request that are counted already.
-        """
-        self._admission.admit_arrived(caller.tenant.in_flight, size, arrived)
-
-    def release_chunks(self, caller: Caller, size: int) -> None:
-        """Stops counting bytes of a request that was arriving."""
-        self._admission.forget_arrived(caller.tenant.in_flight, size)
-
     def release_answer(self, caller: Caller, size: int) -> None:
         """Stops counting bytes of an answer."""
-        self._admission.adjust_bytes(caller.tenant.in_flight, -size)
-
-    async def wait_for_room(self, caller: Caller) -> None:
-        """Waits until a message of any size may arrive on a stream."""
-        in_flight = caller.tenant.in_flight
-        counted = await self._admission.admit_arrival(in_flight, None)
-        if counted:
-            self._admission.forget_arrived(in_flight, counted)
+        self.admission.count(caller.tenant.in_flight, -size)
 
     def drain(self) -> None:
         """Makes streams take no more requests; each stream ends when its running requests have ended."""
-        self.draining.set()
+        self._is_draining = True
+        for stream in self._streams:
+            stream.stop_reading()
 
-    def _call(
-        self,
-        caller: Caller,
-        request: RequestRecord,
-        request_type: type[RequestT] | None,
-        method: Method[RequestT],
-        raw: bytes,
-        ends_at: float,
-    ) -> Awaitable[Message | bytes]:
-        if request_type is None:
-            return method(Call(_EMPTY, raw, request.received_ns, ends_at, caller))
-        return self._parse_and_call(caller, request, request_type, method, raw, ends_at)
+    async def _answer_unary(
+        self, method: Method[Any], caller: Caller, record: RequestRecord, context: Context
+    ) -> bytes:
+        async def read(ends_at: float) -> bytes:
+            """Reads the request once there is room: until then its client cannot send more than gRPC buffers."""
+            connection = self._connections.get(record.peer())
+            counted = await self.admission.wait_to_read(caller.tenant.in_flight, ends_at)
+            try:
+                raw = await connection.read(context)
+            finally:
+                if counted:
+                    self.admission.forget_arriving(caller.tenant.in_flight, counted)
+            if raw is None:
+                raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the call holds no message")
+            record.received_ns = time.monotonic_ns()
+            return raw
 
-    async def _parse_and_call(
+        data = await self.run(caller, record, context.time_remaining(), read, method)
+        return await self._send(caller, record, data, context)
+
+    async def _answer_upload(
         self,
-        caller: Caller,
-        request: RequestRecord,
         request_type: type[RequestT],
-        method: Method[RequestT],
-        raw: bytes,
-        ends_at: float,
-    ) -> Message | bytes:
-        parsed = await self.parse(request_type, raw, caller)
-        answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
-        record_registration(parsed, answer)
-        return answer
+        method: UploadMethod[RequestT],
+        caller: Caller,
+        record: RequestRecord,
+        context: Context,
+    ) -> bytes:
+        async def messages() -> AsyncIterator[RequestT]:
+            connection, in_flight = self._connections.get(record.peer()), caller.tenant.in_flight
+            while (raw := await connection.read(context)) is not None:
+                record.bytes_in += len(raw)
+                self.admission.count(in_flight, len(raw))
+                try:
+                    yield await self.parse(request_type, raw, caller)
+                finally:
+                    self.admission.count(in_flight, -len(raw))
+
+        async def upload(_: Call[Any]) -> Message | bytes:
+            answer = await method(Upload(messages(), caller.tenant))
+            record_registration(request_type(), answer)
+            return answer
+
+        data = await self.run(caller, record, context.time_remaining(), b"", upload)
+        return await self._send(caller, record, data, context)
+
+    async def _send(self, caller: Caller, record: RequestRecord, data: bytes, context: Context) -> bytes:
+        """Prepares an answer to be sent, counts it until its client has read it, and returns it.
+
+        Closes the connection of a client that does not read it in time. gRPC for Python cannot cancel a call from the
+        server's side, and a status waits behind the unread message: only this frees the memory of the message.
+        """
+        size = len(data)
+        # Ask for the peer now: gRPC crashes if asked when the call is over.
+        timer = asyncio.get_running_loop().call_later(
+            read_timeout(self.times.stall_s, size), close_connection, record.peer()
+        )
+
+        def sent(_: object) -> None:
+            timer.cancel()
+            self.release_answer(caller, size)
+
+        when_done(context, sent)
+        if record.wants_gzip and size <= MAX_COMPRESSED_BYTES:
+            # Last: clients do not retry a refused call once they have received its initial metadata.
+            await compress_responses(context)
+        return data
+
+    async def _answer_stream(
+        self, method: StreamMethod, caller: Caller, record: RequestRecord, context: Context
+    ) -> None:
+        record.is_stream = True
+        streams, times = caller.tenant.quotas["streams"], self.times
+        streams.reserve()
+        when_done(context, lambda _: streams.release())
+        if record.wants_gzip:
+            await compress_responses(context)
+        connection = self._connections.get(record.peer())
+        stream = Stream(
+            caller, context, connection, self.admission, self._authenticator, times.stall_s, times.recheck_s
+        )
+        if self._is_draining:
+            stream.stop_reading()
+        self._streams.add(stream)
+        try:
+            await stream.run(method(stream))
+        finally:
+            self._streams.discard(stream)
 
     async def _identify(self, known: Principal | None, context: Context, request: RequestRecord) -> Caller:
         """Returns the caller, and keeps its tenant loaded until the call is done. UNAUTHENTICATED.
@@ -293,105 +329,13 @@ class RequestPipeline:
         when_done(context, lambda _: tenants.release(tenant))
         return Caller(principal, tenant)
 
-    def _watch_answer(self, caller: Caller, data: bytes, context: Context, peer: str) -> None:
-        """Counts an answer until its client has read it, and closes the connection if that takes too long."""
-        in_flight, size = caller.tenant.in_flight, len(data)
-        self._admission.adjust_bytes(in_flight, size)
-        on_done = functools.partial(self._admission.adjust_bytes, in_flight, -size)
-        unread = UnreadAnswer(peer, read_timeout(self._times.stall_s, size), self._unread_checks, on_done)
-        when_done(context, unread.finish)
-
-    def _deadline(self, remaining: float | None) -> Deadline:
-        """Returns the deadline of a request: the client's, up to the longest allowed, or the default."""
-        times = self._times
-        return self._deadlines.after(
-            times.default_deadline_s if remaining is None else min(remaining, times.max_deadline_s)
-        )
-
-    def _unary(self, rpc: str, request_type: type[RequestT] | None, method: Method[RequestT]) -> CreateHandler:
-        def create(known: Principal | None) -> Handler:
-            async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
-                async def answer(caller: Caller, request: RequestRecord) -> bytes:
-                    admission, in_flight, admitted = self._admission, caller.tenant.in_flight, 0
-                    admission.admit(in_flight)
-                    try:
-                        with self._deadline(context.time_remaining()) as deadline:
-                            raw = await self._unary_requests.read(context, in_flight, deadline.ends_at)
-                            size = request.bytes_in = len(raw)
-                            request.received_ns = time.monotonic_ns()
-                            await admission.admit_bytes(in_flight, size, deadline.ends_at)
-                            admitted = size
-                            response = await self._call(caller, request, request_type, method, raw, deadline.ends_at)
-                    finally:
-                        admission.release(in_flight, admitted)
-                    data = response if isinstance(response, bytes) else response.SerializeToString()
-                    request.bytes_out = len(data)
-                    self._watch_answer(caller, data, context, request.peer())
-                    if request.wants_gzip and len(data) <= MAX_COMPRESSED_BYTES:
-                        # Last: clients do not retry a refused call once they have received its initial metadata.
-                        await compress_responses(context)
-                    return data
-
-                return await self._serve(rpc, known, context, answer)
-
-            # Declared as a stream: gRPC would read the whole request of a unary call before it reports the call.
-            return grpc.stream_unary_rpc_method_handler(handle)
-
-        return create
-
-    def _upload(self, rpc: str, request_type: type[RequestT], method: UploadMethod[RequestT]) -> CreateHandler:
-        def create(known: Principal | None) -> Handler:
-            async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
-                async def answer(caller: Caller, request: RequestRecord) -> bytes:
-                    async def messages() -> AsyncIterator[RequestT]:
-                        in_flight = caller.tenant.in_flight
-                        async for raw in self._connections.get(context.peer()).messages(pieces):
-                            request.bytes_in += len(raw)
-                            self._admission.adjust_bytes(in_flight, len(raw))
-                            try:
-                                yield await self.parse(request_type, raw, caller)
-                            finally:
-                                self._admission.adjust_bytes(in_flight, -len(raw))
-
-                    async def run(_: float) -> Message | bytes:
-                        response = await method(Upload(messages(), caller.tenant))
-                        record_registration(request_type(), response)
-                        return response
-
-                    answer = await self.run(caller, run, context.time_remaining(), 0)
-                    request.bytes_out = len(answer)
-                    return answer
-
-                return await self._serve(rpc, known, context, answer)
-
-            return grpc.stream_unary_rpc_method_handler(handle)
-
-        return create
-
-    def _stream(self, rpc: str, method: StreamMethod) -> CreateHandler:
-        def create(known: Principal | None) -> Handler:
-            async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
-                async def answer(caller: Caller, request: RequestRecord) -> None:
-                    request.is_stream = True
-                    streams = caller.tenant.quotas["streams"]
-                    streams.reserve()
-                    when_done(context, lambda _: streams.release())
-                    if request.wants_gzip:
-                        await compress_responses(context)
-                    await self._open_streams.serve(method, caller, requests, context)
-
-                await self._serve(rpc, known, context, answer)
-
-            return grpc.stream_stream_rpc_method_handler(handle)
-
-        return create
-
     async def _serve(
         self,
         rpc: str,
+        answer: Callable[[Caller, RequestRecord, Context], Awaitable[AnswerT]],
         known: Principal | None,
+        _: AsyncIterator[bytes],
         context: Context,
-        answer: Callable[[Caller, RequestRecord], Awaitable[AnswerT]],
     ) -> AnswerT:
         """Records a call, identifies its caller and answers it; errors end the call with their status.
 
@@ -402,7 +346,8 @@ class RequestPipeline:
         try:
             with observed:
                 try:
-                    return await answer(await self._identify(known, context, observed.request), observed.request)
+                    caller = await self._identify(known, context, observed.request)
+                    return await answer(caller, observed.request, context)
                 except GradruleError:
                     raise
                 except Exception as cause:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from google.protobuf.empty_pb2 import Empty
@@ -18,8 +17,9 @@ from gradrule.common import wire_format
 from gradrule.v1 import admin_pb2, blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
 from gradrule_server.concurrency import run_in_own_thread
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.front.calls import Call, Caller, MethodTable, StreamTable, Upload, UploadTable, Write, to_status
+from gradrule_server.front.calls import Call, Caller, MethodTable, StreamTable, Upload, UploadTable, to_status
 from gradrule_server.front.evaluate_stream import EvaluateStream
+from gradrule_server.front.open_streams import Stream
 from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.identity import require_admin
@@ -178,7 +178,8 @@ class GradientServicer:
     async def share_memory(self, call: Call[evaluate_pb2.ShareMemoryRequest]) -> evaluate_pb2.ShareMemoryResponse:
         return self._shared_memory.issue_keys(call.caller)
 
-    async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
+    async def stream(self, stream: Stream) -> None:
+        caller = stream.caller
         handles = StreamHandles(caller.tenant.program_service, caller.tenant.quotas, caller.tenant.handle_ttl_s)
         parse = functools.partial(self._pipeline.parse, caller=caller)
 
@@ -200,7 +201,7 @@ class GradientServicer:
             "close_handle": (evaluate_pb2.CloseHandleRequest, close),
         }
         try:
-            await EvaluateStream(self._pipeline, caller, methods, write).run(requests)
+            await EvaluateStream(self._pipeline, stream, methods).run()
         finally:
             handles.close_all()
 
@@ -262,38 +263,45 @@ class SessionServicer:
     def streams(self) -> StreamTable:
         return {"RunSession": self.run}
 
-    async def run(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
+    async def run(self, stream: Stream) -> None:
         """Serves the session of one stream. Reports a lost session once, without waiting for a request."""
-        tenant = caller.tenant
+        tenant = stream.caller.tenant
         session = Session(
             tenant.program_service, tenant.quotas, idle_s=tenant.session_idle_s, handle_ttl_s=tenant.handle_ttl_s
         )
         started = is_loss_reported = False
-
-        async def report_loss(cause: GradruleError) -> None:
-            if not is_loss_reported:
-                await write(session_pb2.RunSessionResponse(status=to_status(cause)).SerializeToString())
-
+        reading = asyncio.ensure_future(stream.read())
         try:
-            async for raw in _messages(requests, self._pipeline.draining, session.loss, report_loss):
+            while True:
+                if not is_loss_reported:
+                    waited: set[asyncio.Future[Any]] = {reading, session.loss}
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                    if session.loss.done():
+                        is_loss_reported = True
+                        status = to_status(session.loss.result())
+                        await stream.write(session_pb2.RunSessionResponse(status=status).SerializeToString())
+                raw = await reading
+                if raw is None:
+                    return
                 response = session_pb2.RunSessionResponse()
                 try:
                     with session.working():
-                        await self._answer(caller, raw, session, response, started=started)
+                        await self._answer(stream.caller, raw, session, response, started=started)
                     started = True
                 except GradruleError as cause:
                     if not started:
                         raise
                     is_loss_reported = is_loss_reported or cause.reason == errors_pb2.ERROR_REASON_SESSION_LOST
                     response.status.CopyFrom(to_status(cause))
-                await write(response.SerializeToString())
+                await stream.write(response.SerializeToString())
+                reading = asyncio.ensure_future(stream.read())
         finally:
+            reading.cancel()
             session.close()
 
     async def _answer(
         self, caller: Caller, raw: bytes, session: Session, response: session_pb2.RunSessionResponse, *, started: bool
     ) -> None:
-        received_ns = time.monotonic_ns()
         try:
             request = link_pb2.RawSessionRequest.FromString(raw)
         except DecodeError as cause:
@@ -312,7 +320,8 @@ class SessionServicer:
         async def read(request_type: type[MessageT]) -> MessageT:
             return await parse(request_type, part)
 
-        async def run(ends_at: float) -> Message | bytes:
+        async def run(admitted: Call[Empty]) -> Message | bytes:
+            received_ns, ends_at = admitted.received_ns, admitted.ends_at
             match kind:
                 case "start":
                     return await session.start(await read(link_pb2.RawStartSession), received_ns, ends_at, request)
@@ -341,9 +350,8 @@ class SessionServicer:
 
         remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
         with self._pipeline.observer.part(kind) as observed:
-            observed.request.bytes_in = len(raw)
-            answer = await self._pipeline.run(caller, run, remaining, len(raw))
-            observed.request.bytes_out = len(answer)
+            answer = await self._pipeline.run(caller, observed.request, remaining, raw, run)
+        self._pipeline.release_answer(caller, len(answer))
         getattr(response, _RESPONSE_FIELDS.get(kind, kind)).MergeFromString(answer)
 
 
@@ -359,40 +367,3 @@ class AdminServicer:
     async def status(self, call: Call[admin_pb2.GetServerStatusRequest]) -> admin_pb2.GetServerStatusResponse:
         require_admin(call.principal)
         return admin_pb2.GetServerStatusResponse(status=self._status())
-
-
-async def _messages(
-    requests: AsyncIterator[bytes],
-    draining: asyncio.Event,
-    loss: asyncio.Future[GradruleError],
-    on_loss: Callable[[GradruleError], Awaitable[None]],
-) -> AsyncIterator[bytes]:
-    """Yields the messages of a stream until the client has sent its last. UNAVAILABLE once the server stops.
-
-    Calls `on_loss` once `loss` is set, between two messages.
-    """
-    is_reported = False
-    drained = asyncio.ensure_future(draining.wait())
-    try:
-        while True:
-            arriving = asyncio.ensure_future(anext(requests, None))
-            try:
-                if not is_reported:
-                    waited: set[asyncio.Future[Any]] = {arriving, drained, loss}
-                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                    if loss.done():
-                        await on_loss(loss.result())
-                        is_reported = True
-                if not arriving.done():
-                    await asyncio.wait({arriving, drained}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not arriving.done():
-                    arriving.cancel()
-            if not arriving.done():
-                raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the server is going away", retry_after_s=0.0)
-            raw = arriving.result()
-            if raw is None:
-                return
-            yield raw
-    finally:
-        drained.cancel()

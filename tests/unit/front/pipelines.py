@@ -85,6 +85,7 @@ class Context:
         self.code = grpc.StatusCode.OK
         self.trailers: dict[str, str | bytes] = {}
         self.callbacks: list[Any] = []
+        self.requests: AsyncIterator[bytes] | None = None
 
     def disable_next_message_compression(self) -> None:
         pass
@@ -109,8 +110,8 @@ class Context:
     def time_remaining(self) -> float | None:
         return self.remaining
 
-    async def read(self) -> bytes:
-        return self.request
+    async def read(self) -> object:
+        return self.request if self.requests is None else await anext(self.requests, grpc.aio.EOF)
 
     async def write(self, _: bytes) -> None:
         """Never returns, like a write to a client that does not read."""
@@ -141,7 +142,8 @@ async def stream(
     handler: Any = pipeline.create_service("s", streams={"m": method}).service(
         SimpleNamespace(method="/s/m", invocation_metadata=())
     )
-    await handler.stream_stream(never_read() if requests is None else requests, context)
+    context.requests = never_read() if requests is None else requests
+    await handler.stream_stream(never_read(), context)
 
 
 async def never_read() -> AsyncIterator[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.front.admission import Admission, InFlight, InFlightLimits, UnaryRequests
+from gradrule_server.front.admission import Admission, InFlight, InFlightLimits
 from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.calls import DETAILS_KEY, Call
 from gradrule_server.front.connections import ConnectionWatch
@@ -87,7 +87,7 @@ def test_server_is_never_filled_beyond_twice_its_limit() -> None:
     for others in range(1, 40):
         share = InFlight()
         for _ in range(8 // (others + 1)):
-            if pipeline.find_refusal(share) is None:
+            with suppress(GradruleError):
                 pipeline.admit(share)
     assert pipeline.in_flight <= 16
 
@@ -116,7 +116,8 @@ class Bytes:
     async def _run(self, share: InFlight, size: int, name: str, left_s: float) -> None:
         self.admission.admit(share)
         try:
-            await self.admission.admit_bytes(share, size, asyncio.get_running_loop().time() + left_s)
+            if not self.admission.admit_now(share, size):
+                await self.admission.wait(share, size, asyncio.get_running_loop().time() + left_s)
         except BaseException:
             self.admission.release(share, 0)
             raise
@@ -243,10 +244,10 @@ async def test_cancelled_request_leaves_and_keeps_nobody_waiting() -> None:
 async def test_answers_of_one_tenant_do_not_keep_others_waiting() -> None:
     held, greedy, modest = Bytes(), InFlight(), InFlight()
     # Its client need not read it.
-    held.admission.adjust_bytes(greedy, 1000 * PART)
+    held.admission.count(greedy, 1000 * PART)
     assert not (await held.ask(greedy, PART)).done()
     assert (await held.ask(modest, 4 * PART)).done()
-    held.admission.adjust_bytes(greedy, -1000 * PART)
+    held.admission.count(greedy, -1000 * PART)
     await steps()
     assert greedy.running.size == PART
     assert (await held.ask(modest, 3 * PART)).done()
@@ -359,12 +360,12 @@ async def test_request_without_room_beside_others_waits() -> None:
     served = Served()
     share = served.tenants.tenant.in_flight
     async with served.running() as method:
-        served.admission.adjust_bytes(share, MESSAGE)
+        served.admission.count(share, MESSAGE)
         large = rule_pb2.GetRuleRequest(name="x" * (MESSAGE - 10)).SerializeToString()
         assert await status_of(method(of(large), timeout=0.5)) == "OVERLOADED"
         waiting = asyncio.ensure_future(method(of(large), timeout=30))
         await wait_for_condition(lambda: share.arriving.size == len(large))
-        served.admission.adjust_bytes(share, -MESSAGE)
+        served.admission.count(share, -MESSAGE)
         assert await waiting == large
 
 
@@ -397,40 +398,15 @@ async def test_abandoned_read_ends_with_its_call() -> None:
     message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     class Call:
-        def peer(self) -> str:
-            return "ipv4:192.0.2.1:1234"
-
         async def read(self) -> bytes:
             return await message
 
-    bound = InFlightLimits(9, MESSAGE)
     context: Any = Call()
-    reading = asyncio.create_task(
-        UnaryRequests(Admission(bound, bound), ConnectionWatch()).read(context, InFlight(), 1e9)
-    )
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    reading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    assert not message.cancelled()
-    message.set_result(b"")
-
-
-async def test_abandoned_read_of_a_stream_ends_with_its_call() -> None:
-    message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    class Requests:
-        def __aiter__(self) -> AsyncIterator[bytes]:
-            return self
-
-        async def __anext__(self) -> bytes:
-            return await message
-
     connection = ConnectionWatch().get("ipv4:192.0.2.1:1234")
-    reading: asyncio.Future[bytes] = asyncio.ensure_future(anext(connection.messages(Requests())))
+    reading = asyncio.create_task(connection.read(context))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
+    assert connection.reads
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading

@@ -14,6 +14,7 @@ import pytest
 
 from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.connections import Connection, ConnectionLimits, ConnectionWatch
+from gradrule_server.front.open_streams import Stream
 from gradrule_server.front.public_services import Reflection
 from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
 from gradrule_server.front.server import GrpcServer, channel_options
@@ -132,12 +133,12 @@ def test_unfinished_messages_are_limited() -> None:
     large, of_large = sockets.open("192.0.2.3")
     large.is_authenticated = True
     for connection, peer, size in ((stranger, of_stranger, 2 * MIB), (large, of_large, 12 * MIB)):
-        connection.start_read()
+        connection.reads += 1
         sockets.receive(peer, size)
     several = [sockets.open("192.0.2.4") for _ in range(3)]
     for number, (connection, peer) in enumerate(several):
         connection.is_authenticated = True
-        connection.start_read()
+        connection.reads += 1
         sockets.receive(peer, (6 + number) * MIB)
     sockets.check()
     assert set(sockets.closed) == {of_stranger, of_large, several[2][1]}
@@ -148,10 +149,10 @@ def test_finished_messages_do_not_count() -> None:
     connection, peer = sockets.open()
     connection.is_authenticated = True
     idle = connection
-    idle.start_read()
+    idle.reads += 1
     for _ in range(200):
         for _ in range(10):
-            connection.start_read()
+            connection.reads += 1
             # What comes besides: frames of 9 bytes, TLS records of 29, each 16 KiB.
             sockets.receive(peer, MIB + MIB // 16384 * 38 + 8000)
             connection.finish_read(bytes(MIB))
@@ -165,7 +166,7 @@ def test_bytes_of_ended_calls_do_not_count() -> None:
     connection, peer = sockets.open()
     connection.is_authenticated = True
     for _ in range(20):
-        connection.start_read()
+        connection.reads += 1
         sockets.receive(peer, 8 * MIB)
         sockets.check()
         assert connection.unfinished > 7 * MIB
@@ -179,10 +180,10 @@ def test_connection_with_a_stalled_message_is_closed() -> None:
     going, of_going = sockets.open()
     for connection, peer in ((stuck, of_stuck), (going, of_going)):
         connection.is_authenticated = True
-        connection.start_read()
+        connection.reads += 1
         sockets.receive(peer, 5 * MIB)
     for _ in range(30):
-        going.start_read()
+        going.reads += 1
         sockets.receive(of_going, MIB)
         going.finish_read(bytes(MIB))
         sockets.check()
@@ -207,8 +208,8 @@ async def serving(limits: ConnectionLimits, check_every_s: float = 1.0) -> Async
         connections=watch,
     )
 
-    async def swallow(_: Any, requests: AsyncIterator[bytes], __: Any) -> None:
-        async for _message in requests:
+    async def swallow(stream: Stream) -> None:
+        while await stream.read() is not None:
             pass
 
     server.add_services(pipeline, SharedMemoryServer(FakeTenants(streams=100), 0), with_reflection=False)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +16,14 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
-from gradrule_server.front.admission import InFlight, RequestChunks
-from gradrule_server.front.calls import Call, Caller, Write
+from gradrule_server.front.admission import InFlight
+from gradrule_server.front.calls import Call
 from gradrule_server.front.evaluate_stream import EvaluateStream
+from gradrule_server.front.open_streams import Stream
+from gradrule_server.front.request_chunks import RequestChunks
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import NOT_RUN, EngineRun, current
-from tests.unit.front.pipelines import Aborted, Context, create_pipeline, stream
+from tests.unit.front.pipelines import Aborted, Context, create_admission, create_pipeline, stream
 from tests.waiting import wait_for_condition
 
 # Three such answers fit into the limits of `create_pipeline`.
@@ -64,11 +65,9 @@ class Opened:
         self._requests: asyncio.Queue[link_pb2.RawStreamRequest | None] = asyncio.Queue()
         pipeline = create_pipeline(max_requests, stall_s=stall_s, max_deadline_s=max_deadline_s)
 
-        async def method(caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
-            self.in_flight = caller.tenant.in_flight
-            await EvaluateStream(pipeline, caller, {"evaluate": (evaluate_pb2.EvaluateRequest, evaluate)}, write).run(
-                requests
-            )
+        async def method(stream: Stream) -> None:
+            self.in_flight = stream.caller.tenant.in_flight
+            await EvaluateStream(pipeline, stream, {"evaluate": (evaluate_pb2.EvaluateRequest, evaluate)}).run()
 
         self.task = asyncio.ensure_future(stream(pipeline, method, context, self._messages()))
 
@@ -455,23 +454,16 @@ async def test_request_must_arrive_within_the_longest_deadline() -> None:
 
 
 async def test_small_chunks_take_little_more_memory_than_is_counted() -> None:
-    counted = 0
-
-    def reserve_chunk(_: Any, size: int, __: int) -> None:
-        nonlocal counted
-        counted += size
-
-    pipeline: Any = SimpleNamespace(reserve_chunk=reserve_chunk, release_chunks=lambda caller, size: None)
-    caller: Any = SimpleNamespace()
-    chunks = RequestChunks(pipeline, caller, max_requests=1, max_deadline_s=10.0, on_late=lambda number, cause: None)
+    in_flight = InFlight()
+    chunks = RequestChunks(create_admission(1), in_flight, 10.0, lambda number, cause: None)
     tracemalloc.start()
     try:
         for number in range(30_000):
-            assert chunks.add(1, number.to_bytes(2, "big"), None) is None
+            chunks.add(1, number.to_bytes(2, "big"), None)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert taken < 2 * counted
+    assert taken < 2 * in_flight.arriving.size
     assert (await chunks.join(1, b""))[0] == b"".join(number.to_bytes(2, "big") for number in range(30_000))
 
 

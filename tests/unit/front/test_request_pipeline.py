@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import pytest
 
 from gradrule.v1 import rule_pb2
-from gradrule_server.front.calls import Call, Caller
+from gradrule_server.front.calls import Call
+from gradrule_server.front.open_streams import Stream
 from gradrule_server.front.services import SessionServicer
 from gradrule_server.identity import Authenticator, Principal
 from tests.unit.front.pipelines import Aborted, Context, call, create_pipeline, stream
@@ -127,9 +129,9 @@ async def test_stream_ends_at_the_next_request_after_its_credential_was_withdraw
     async def some() -> AsyncIterator[bytes]:
         yield b"request"
 
-    async def reads(_: Caller, requests: AsyncIterator[bytes], __: Any) -> None:
-        async for _raw in requests:
-            raise AssertionError
+    async def reads(stream: Stream) -> None:
+        await stream.read()
+        raise AssertionError
 
     context = Context()
     with pytest.raises(Aborted):
@@ -138,7 +140,7 @@ async def test_stream_ends_at_the_next_request_after_its_credential_was_withdraw
 
 
 async def test_idle_stream_ends_after_its_credential_was_withdrawn() -> None:
-    async def quiet(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
+    async def quiet(_: Stream) -> None:
         await asyncio.Event().wait()
 
     for _ in range(2):
@@ -155,9 +157,9 @@ async def test_idle_stream_ends_after_its_credential_was_withdrawn() -> None:
 async def test_stream_ends_if_its_client_does_not_read() -> None:
     ends: list[str] = []
 
-    async def writes(_: Caller, __: AsyncIterator[bytes], write: Any) -> None:
+    async def writes(stream: Stream) -> None:
         try:
-            await write(b"answer")
+            await stream.write(b"answer")
         finally:
             ends.append("ended")
 
@@ -167,8 +169,50 @@ async def test_stream_ends_if_its_client_does_not_read() -> None:
     assert (context.reason, ends) == ("DEADLINE_EXCEEDED", ["ended"])
 
 
+@pytest.mark.parametrize(("size", "reason"), [(10 << 20, ""), (1000, "DEADLINE_EXCEEDED")])
+async def test_client_has_more_time_to_read_a_large_message(size: int, reason: str) -> None:
+    class Slow(Context):
+        async def write(self, _: bytes) -> None:
+            await asyncio.sleep(0.5)
+
+    async def writes(stream: Stream) -> None:
+        await stream.write(bytes(size))
+
+    context = Slow()
+    with suppress(Aborted):
+        await stream(create_pipeline(stall_s=0.1), writes, context)
+    assert context.reason == reason
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_streams_are_not_read_once_the_server_drains(is_open: bool) -> None:
+    reading = asyncio.Event()
+
+    async def reads(stream: Stream) -> None:
+        # The age of the stream is later.
+        stream.stop_reading(3600)
+        reading.set()
+        await stream.read()
+
+    async def silent() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    pipeline, context = create_pipeline(), Context()
+    if not is_open:
+        pipeline.drain()
+    served = asyncio.ensure_future(stream(pipeline, reads, context, silent()))
+    await reading.wait()
+    if is_open:
+        await asyncio.sleep(0.01)
+        pipeline.drain()
+    with pytest.raises(Aborted):
+        await asyncio.wait_for(served, 60)
+    assert context.reason == "UNAVAILABLE"
+
+
 async def test_idle_stream_stays_open() -> None:
-    async def quiet(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
+    async def quiet(_: Stream) -> None:
         await asyncio.sleep(0.2)
 
     await stream(create_pipeline(stall_s=0.02), quiet, Context())
@@ -177,7 +221,7 @@ async def test_idle_stream_stays_open() -> None:
 async def test_streams_of_a_tenant_are_limited() -> None:
     is_open, gate = asyncio.Event(), asyncio.Event()
 
-    async def waits(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
+    async def waits(_: Stream) -> None:
         is_open.set()
         await gate.wait()
 
@@ -227,8 +271,8 @@ async def test_only_answer_of_a_tenant_may_have_any_size() -> None:
 
 
 async def test_unread_answer_counts_after_its_stream_has_ended() -> None:
-    async def writes(_: Caller, __: AsyncIterator[bytes], write: Any) -> None:
-        await write(bytes(10**6 + 1))
+    async def writes(stream: Stream) -> None:
+        await stream.write(bytes(10**6 + 1))
 
     async def small(_: Call[Any]) -> bytes:
         return b""
