@@ -20,6 +20,7 @@ from gradrule_server.graphs.ir import (
     Limits,
     is_call,
     nodes_of,
+    topological_order,
 )
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.read import Draft, read_top
@@ -130,28 +131,18 @@ def sort_nodes(draft: Draft, findings: Findings) -> None:
     """Sets the body's `order`; adds GRAPH_CYCLE for cycles and omits their nodes and all dependents of these."""
     nodes = draft.body.nodes
     producers: list[list[int]] = []
-    consumers: list[list[int]] = [[] for _ in nodes]
-    waits: list[int] = []
-    for position, (node, sources) in enumerate(zip(nodes, draft.sources, strict=True)):
+    for node, sources in zip(nodes, draft.sources, strict=True):
         needs = [source[0] for source in sources if source[0] >= 0]
         if node.op == "Merge":
             # Ignore the cycles of version 1 loops: `check` reports these loops as unsupported.
             needs = [producer for producer in needs if nodes[producer].op != "NextIteration"]
-        needs += node.controls
-        producers.append(needs)
-        waits.append(len(needs))
-        for producer in needs:
-            consumers[producer].append(position)
-    order = [position for position, count in enumerate(waits) if not count]
-    for position in order:
-        for consumer in consumers[position]:
-            waits[consumer] -= 1
-            if not waits[consumer]:
-                order.append(consumer)
-    draft.body.order = order
+        producers.append([*needs, *node.controls])
+    order = draft.body.order = topological_order(producers)
     if len(order) < len(nodes):
-        left = [position for position, count in enumerate(waits) if count]
-        stuck = {position: [producer for producer in producers[position] if waits[producer]] for position in left}
+        left = dict.fromkeys(range(len(nodes)))
+        for position in order:
+            del left[position]
+        stuck = {position: [producer for producer in producers[position] if producer in left] for position in left}
         where = f" of function {quote(draft.body.name)}" if draft.body.name else ""
         for cycle in find_cycles(stuck):
             names = [nodes[position].name for position in reversed(cycle)]

@@ -156,6 +156,22 @@ def prune(body: Body, roots: Iterable[int]) -> dict[int, int]:
     return moved
 
 
+def topological_order(needs: Sequence[Sequence[int]]) -> list[int]:
+    """Returns items after the items that they need, given those of each item; omits cycles and all that needs them."""
+    waits = [len(needed) for needed in needs]
+    users: list[list[int]] = [[] for _ in needs]
+    for item, needed in enumerate(needs):
+        for other in needed:
+            users[other].append(item)
+    order = [item for item, count in enumerate(waits) if not count]
+    for item in order:
+        for user in users[item]:
+            waits[user] -= 1
+            if not waits[user]:
+                order.append(user)
+    return order
+
+
 def bodies_of(top: Body) -> Iterator[Body]:
     """Yields the body and all functions that it uses, each once."""
     pending, seen = [top], set[int]()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref
+from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref, topological_order
 
 Flags = NDArray[np.bool_]
 Counts = NDArray[np.int32]
@@ -30,20 +30,6 @@ The rule is that of a subgraph which ends at the node, or of a StopGradient.
 
 Seeds = Mapping[int, Mapping[Ref, int]]
 """For each body, by id(): the tensors where dependence starts, each with the bits of the sets that contain it."""
-
-
-def topological_order(body: Body) -> list[int]:
-    """Returns the node indices in topological order. Ignores control inputs, which carry no gradients."""
-    nodes = body.nodes
-    waits = [len(node.inputs) for node in nodes]
-    consumers = consumers_of(body)
-    order = [position for position, count in enumerate(waits) if not count]
-    for position in order:
-        for consumer in consumers[position]:
-            waits[consumer] -= 1
-            if not waits[consumer]:
-                order.append(consumer)
-    return order
 
 
 def consumers_of(body: Body, flows: Flows | None = None) -> list[list[int]]:
@@ -62,7 +48,10 @@ def flows_to(node: Node, index: int, flows: Flows) -> bool:
 
 
 class Orders:
-    """Caches the topological order of each body. Bodies must not change and must outlive this object."""
+    """Caches the topological order of each body, without control inputs, which carry no gradients.
+
+    Bodies must not change and must outlive this object.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, list[int]] = {}
@@ -71,7 +60,9 @@ class Orders:
         """Returns the topological order of a body, computed once."""
         order = self._known.get(id(body))
         if order is None:
-            order = self._known[id(body)] = topological_order(body)
+            order = self._known[id(body)] = topological_order(
+                [[producer for producer, _ in node.inputs] for node in body.nodes]
+            )
         return order
 
 

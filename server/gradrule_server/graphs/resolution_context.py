@@ -16,7 +16,6 @@ from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, CustomGradientNode, 
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
 from gradrule_server.graphs.subgraphs import (
     RegionBorder,
-    RegionContext,
     Regions,
     Subgraph,
     call_subgraph,
@@ -355,8 +354,7 @@ class ResolutionContext:
                 borders.setdefault(id(border.body), []).append((spec, border))
         found: dict[int, list[tuple[Subgraph, str]]] = {}
         for same_body in borders.values():
-            around = RegionContext(self.changes, self.before_ys, self.flows, self.kept)
-            regions = Regions([border for _, border in same_body], around, self.orders)
+            regions = Regions([border for _, border in same_body], self)
             for number, (spec, _) in enumerate(same_body):
                 subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
                 if not problem and not self.candidate_numbers(subgraph):

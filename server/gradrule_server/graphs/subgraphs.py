@@ -8,8 +8,8 @@ all gradients reach it and none flow through the inner nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.ir import Body, Node, Ref
-from gradrule_server.graphs.paths import Flows, Orders, columns, flows_to
+from gradrule_server.graphs.paths import columns, flows_to
 from gradrule_server.graphs.selectors import CandidateNode
+
+if TYPE_CHECKING:
+    from gradrule_server.graphs.resolution_context import ResolutionContext
 
 Changes = Callable[[Body, Ref], bool]
 """Returns whether a tensor of a body is one of the xs or depends on one."""
@@ -65,31 +68,14 @@ class RegionBorder:
     outputs: Sequence[Ref]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RegionContext:
-    """The state of the graph that decides whether a region is valid.
-
-    Attributes:
-        changes: Returns whether a tensor is one of the xs or depends on one.
-        before_ys: The nodes, by id(), that the ys depend on.
-        flows: The inputs that receive gradients.
-        kept: Returns the tensors of a body that the request names.
-    """
-
-    changes: Changes
-    before_ys: AbstractSet[int]
-    flows: Flows
-    kept: Callable[[Body], AbstractSet[Ref]]
-
-
 class Regions:
     """The regions of one body, by number. Each node has a bit per region that contains it."""
 
-    def __init__(self, borders: Sequence[RegionBorder], context: RegionContext, orders: Orders) -> None:
+    def __init__(self, borders: Sequence[RegionBorder], context: ResolutionContext) -> None:
         self._borders = borders
         self._body = borders[0].body
         self._context = context
-        self._order = orders.get(self._body)
+        self._order = context.orders.get(self._body)
         self._inputs: dict[Ref, int] = {}
         self._outputs: dict[Ref, int] = {}
         for number, border in enumerate(borders):
