@@ -9,8 +9,8 @@ from gradrule.v1 import override_pb2, rule_pb2
 from gradrule_server.graphs.selectors import GROUPS, LAYER_KINDS
 from gradrule_server.registry.rule_entries import preset_message
 from gradrule_server.rules import write_param_value
-from gradrule_server.rules.catalogue import BUILTINS
-from gradrule_server.rules.catalogue.presets import PRESETS, Preset, Presets
+from gradrule_server.rules.catalogue import BUILTINS, Catalogue
+from gradrule_server.rules.catalogue.presets import PRESETS, Preset
 
 BASE = [
     "@normalization → default",
@@ -93,15 +93,15 @@ def entry(rule: str, **params: float) -> override_pb2.GradientOverride:
 def test_preset_with_two_values_of_a_param_is_refused() -> None:
     overrides = (entry("builtin/lrp_norm", eps=1e-6), entry("builtin/lrp_zplus", eps=1e-3))
     with pytest.raises(ValueError, match="'mixed' has two values of the param 'eps'"):
-        Presets([Preset("mixed", ".", ".", overrides)])
+        Preset("mixed", ".", ".", overrides)
 
 
 def test_names_and_aliases_find_their_preset() -> None:
-    presets = Presets([Preset("one", ".", ".", (entry("default"),), aliases=("uno",))])
+    presets = Catalogue([("lrp", [Preset("one", ".", ".", (entry("default"),), aliases=("uno",))])], kind="preset")
     assert presets["uno"] is presets["one"]
     assert "uno" in presets
     assert len(presets) == len(list(presets)) == 1
     with pytest.raises(KeyError, match=r"there is no preset 'onee'\. Did you mean 'one'"):
         presets["onee"]
-    with pytest.raises(ValueError, match="the name 'uno' of the preset 'two' is taken"):
-        Presets([*presets, Preset("two", ".", ".", (), aliases=("uno",))])
+    with pytest.raises(ValueError, match=r"the name 'uno' of the preset 'two' \(lrp\) is taken by the preset 'one'"):
+        Catalogue([("lrp", [*presets, Preset("two", ".", ".", (), aliases=("uno",))])], kind="preset")

@@ -1,10 +1,11 @@
-"""Declares a rule of the catalogue, and the catalogue, in which names are unique."""
+"""Declares a rule of the catalogue, and catalogues of rules and presets, in which names are unique."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, Protocol, TypeVar
 
 from gradrule_server.errors import did_you_mean
 from gradrule_server.rules.params import Param
@@ -62,44 +63,59 @@ class BuiltinRule:
         return RuleContent(expression=self.expression, params=self.params, code=code)
 
 
-class Catalogue:
-    """The rules of all families, in order. `catalogue[name]` accepts names and aliases."""
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
 
-    def __init__(self, families: Iterable[tuple[str, Iterable[BuiltinRule]]]) -> None:
-        self._rules: list[BuiltinRule] = []
-        self._by_name: dict[str, BuiltinRule] = {}
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+
+T = TypeVar("T", bound=_Named)
+
+
+class Catalogue(Generic[T]):
+    """The rules or presets of all families, in order. `catalogue[name]` accepts names and aliases.
+
+    `kind`: what it lists, for errors.
+    """
+
+    def __init__(self, families: Iterable[tuple[str, Iterable[T]]], kind: str = "rule") -> None:
+        self._kind = kind
+        self._items: list[T] = []
+        self._by_name: dict[str, T] = {}
         self._families: dict[str, str] = {}
-        for family, rules in families:
-            for rule in rules:
-                self._add(family, rule)
+        for family, items in families:
+            for item in items:
+                self._add(family, item)
 
-    def __iter__(self) -> Iterator[BuiltinRule]:
-        return iter(self._rules)
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
 
     def __len__(self) -> int:
-        return len(self._rules)
+        return len(self._items)
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
-    def __getitem__(self, name: str) -> BuiltinRule:
-        rule = self._by_name.get(name)
-        if rule is None:
-            raise KeyError(f"the catalogue has no rule {name!r}.{did_you_mean(name, self._by_name)}")
-        return rule
+    def __getitem__(self, name: str) -> T:
+        item = self._by_name.get(name)
+        if item is None:
+            raise KeyError(f"there is no {self._kind} {name!r}.{did_you_mean(name, self._by_name)}")
+        return item
 
-    def family_of(self, rule: BuiltinRule) -> str:
+    def family_of(self, item: T) -> str:
         """Returns the family of a rule."""
-        return self._families[rule.name]
+        return self._families[item.name]
 
-    def _add(self, family: str, rule: BuiltinRule) -> None:
-        for name in (rule.name, *rule.aliases):
+    def _add(self, family: str, item: T) -> None:
+        for name in (item.name, *item.aliases):
             holder = self._by_name.get(name)
             if holder is not None:
                 raise ValueError(
-                    f"the name {name!r} of the rule {rule.name!r} ({family}) is taken by the rule {holder.name!r} "
-                    f"({self._families[holder.name]})"
+                    f"the name {name!r} of the {self._kind} {item.name!r} ({family}) is taken by the {self._kind} "
+                    f"{holder.name!r} ({self._families[holder.name]})"
                 )
-            self._by_name[name] = rule
-        self._families[rule.name] = family
-        self._rules.append(rule)
+            self._by_name[name] = item
+        self._families[item.name] = family
+        self._items.append(item)

@@ -6,13 +6,11 @@ model has all kinds of layers. Overrides name their rules `builtin/NAME`, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from gradrule.v1 import override_pb2
-from gradrule_server.errors import did_you_mean
-from gradrule_server.rules.catalogue import BUILTINS
+from gradrule_server.rules.catalogue import BUILTINS, Catalogue
 from gradrule_server.rules.params import Param, read_param_value, write_param_value
 
 BUILTIN_PREFIX = "builtin/"
@@ -42,6 +40,10 @@ class Preset:
     aliases: tuple[str, ...] = ()
     is_for_all_layers: bool = False
 
+    def __post_init__(self) -> None:
+        # Compute the params here, so that an invalid preset stops the start of the server, not its first use.
+        _ = self.params
+
     @cached_property
     def params(self) -> tuple[Param, ...]:
         """The params of its rules, each name once, with the preset's values as defaults."""
@@ -57,35 +59,6 @@ class Preset:
                 if found.setdefault(declared.name, param).default != value:
                     raise ValueError(f"the preset {self.name!r} has two values of the param {declared.name!r}")
         return tuple(found.values())
-
-
-class Presets:
-    """Presets, ordered by name. `presets[name]` accepts aliases too; its KeyError suggests similar names."""
-
-    def __init__(self, presets: Iterable[Preset]) -> None:
-        self._by_name: dict[str, Preset] = {}
-        for preset in presets:
-            for name in (preset.name, *preset.aliases):
-                if name in self._by_name:
-                    raise ValueError(f"the name {name!r} of the preset {preset.name!r} is taken")
-                self._by_name[name] = preset
-            # Compute the params here, so that an invalid preset stops the start of the server, not its first use.
-            _ = preset.params
-
-    def __iter__(self) -> Iterator[Preset]:
-        return iter(sorted(set(self._by_name.values()), key=lambda preset: preset.name))
-
-    def __len__(self) -> int:
-        return len(set(self._by_name.values()))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._by_name
-
-    def __getitem__(self, name: str) -> Preset:
-        preset = self._by_name.get(name)
-        if preset is None:
-            raise KeyError(f"there is no preset {name!r}.{did_you_mean(name, self._by_name)}")
-        return preset
 
 
 def _entry(selector: override_pb2.Selector, rule: str, **params: float) -> override_pb2.GradientOverride:
@@ -128,69 +101,70 @@ _ALPHA_BETA = (_layer("@convolution", "lrp_alpha_beta", alpha=2.0, beta=1.0, eps
 _FLAT = _first("@linear", "lrp_flat", eps=_EPS)
 _BOX = _first("@convolution", "lrp_zbox", eps=_EPS)
 
-PRESETS = Presets(
-    [
-        Preset(
-            "epsilon_plus",
-            f"LRP: zplus on convolutions, epsilon on dense layers. {_EPS_NOTE}",
-            f"{_CITED}, EpsilonPlus",
-            (*_PLUS, *_EPSILON, *_BASE),
-            is_for_all_layers=True,
-        ),
-        Preset(
-            "epsilon_plus_flat",
-            f"LRP: flat on the first layer, zplus on other convolutions, epsilon on other dense layers. {_EPS_NOTE}",
-            f"{_CITED}, EpsilonPlusFlat",
-            (_FLAT, *_PLUS, *_EPSILON, *_BASE),
-            is_for_all_layers=True,
-        ),
-        Preset(
-            "epsilon_alpha2_beta1",
-            f"LRP: alpha 2, beta 1 on convolutions, epsilon on dense layers. {_EPS_NOTE}",
-            f"{_CITED}, EpsilonAlpha2Beta1",
-            (*_ALPHA_BETA, *_EPSILON, *_BASE),
-            is_for_all_layers=True,
-        ),
-        Preset(
-            "epsilon_alpha2_beta1_flat",
-            "LRP: flat on the first layer, alpha 2, beta 1 on other convolutions, epsilon on other dense layers. "
-            f"{_EPS_NOTE}",
-            f"{_CITED}, EpsilonAlpha2Beta1Flat",
-            (_FLAT, *_ALPHA_BETA, *_EPSILON, *_BASE),
-            is_for_all_layers=True,
-        ),
-        Preset(
-            "epsilon_gamma_box",
-            "LRP: zbox on the first convolution, whose inputs lie within low and high, gamma on the others, epsilon on "
-            f"dense layers. {_EPS_NOTE}",
-            f"{_CITED}, EpsilonGammaBox",
-            (_BOX, _layer("@convolution", "lrp_gamma", gamma=0.25, eps=_EPS), *_EPSILON, *_BASE),
-            is_for_all_layers=True,
-        ),
-        Preset(
-            "excitation_backprop",
-            "zplus on convolutions and dense layers, norm on sums and average pools, own gradients elsewhere.",
-            f"Zhang et al. 2016, arXiv:1608.00507; {_CITED}, ExcitationBackprop",
-            (_layer("@linear", "lrp_zplus", eps=_EPS), _NORMALIZATION, _keep_gradient("@activation"), *_SUMS),
-            is_for_all_layers=True,
-        ),
-        Preset(
-            "deconvnet",
-            "Passes the positive part of the upstream gradient at every relu.",
-            f"Zeiler, Fergus 2013, arXiv:1311.2901; {_CITED}, DeconvNet",
-            (_ops("Relu", "deconvnet"),),
-        ),
-        Preset(
-            "guided_backprop",
-            "Passes the gradient of each relu only where the upstream gradient is positive.",
-            f"Springenberg et al. 2014, arXiv:1412.6806; {_CITED}, GuidedBackprop",
-            (_ops("Relu", "guided_relu"),),
-        ),
-        Preset(
-            "beta_smooth",
-            "Uses the slope of a softplus instead of the slope of each relu.",
-            f"Dombrowski et al. 2019, arXiv:1906.07983; {_CITED}, BetaSmooth",
-            (_ops("Relu", "relu_beta_smooth", beta=10.0),),
-        ),
-    ]
-)
+_PRESETS = [
+    Preset(
+        "epsilon_plus",
+        f"LRP: zplus on convolutions, epsilon on dense layers. {_EPS_NOTE}",
+        f"{_CITED}, EpsilonPlus",
+        (*_PLUS, *_EPSILON, *_BASE),
+        is_for_all_layers=True,
+    ),
+    Preset(
+        "epsilon_plus_flat",
+        f"LRP: flat on the first layer, zplus on other convolutions, epsilon on other dense layers. {_EPS_NOTE}",
+        f"{_CITED}, EpsilonPlusFlat",
+        (_FLAT, *_PLUS, *_EPSILON, *_BASE),
+        is_for_all_layers=True,
+    ),
+    Preset(
+        "epsilon_alpha2_beta1",
+        f"LRP: alpha 2, beta 1 on convolutions, epsilon on dense layers. {_EPS_NOTE}",
+        f"{_CITED}, EpsilonAlpha2Beta1",
+        (*_ALPHA_BETA, *_EPSILON, *_BASE),
+        is_for_all_layers=True,
+    ),
+    Preset(
+        "epsilon_alpha2_beta1_flat",
+        "LRP: flat on the first layer, alpha 2, beta 1 on other convolutions, epsilon on other dense layers. "
+        f"{_EPS_NOTE}",
+        f"{_CITED}, EpsilonAlpha2Beta1Flat",
+        (_FLAT, *_ALPHA_BETA, *_EPSILON, *_BASE),
+        is_for_all_layers=True,
+    ),
+    Preset(
+        "epsilon_gamma_box",
+        "LRP: zbox on the first convolution, whose inputs lie within low and high, gamma on the others, epsilon on "
+        f"dense layers. {_EPS_NOTE}",
+        f"{_CITED}, EpsilonGammaBox",
+        (_BOX, _layer("@convolution", "lrp_gamma", gamma=0.25, eps=_EPS), *_EPSILON, *_BASE),
+        is_for_all_layers=True,
+    ),
+    Preset(
+        "excitation_backprop",
+        "zplus on convolutions and dense layers, norm on sums and average pools, own gradients elsewhere.",
+        f"Zhang et al. 2016, arXiv:1608.00507; {_CITED}, ExcitationBackprop",
+        (_layer("@linear", "lrp_zplus", eps=_EPS), _NORMALIZATION, _keep_gradient("@activation"), *_SUMS),
+        is_for_all_layers=True,
+    ),
+    Preset(
+        "deconvnet",
+        "Passes the positive part of the upstream gradient at every relu.",
+        f"Zeiler, Fergus 2013, arXiv:1311.2901; {_CITED}, DeconvNet",
+        (_ops("Relu", "deconvnet"),),
+    ),
+    Preset(
+        "guided_backprop",
+        "Passes the gradient of each relu only where the upstream gradient is positive.",
+        f"Springenberg et al. 2014, arXiv:1412.6806; {_CITED}, GuidedBackprop",
+        (_ops("Relu", "guided_relu"),),
+    ),
+    Preset(
+        "beta_smooth",
+        "Uses the slope of a softplus instead of the slope of each relu.",
+        f"Dombrowski et al. 2019, arXiv:1906.07983; {_CITED}, BetaSmooth",
+        (_ops("Relu", "relu_beta_smooth", beta=10.0),),
+    ),
+]
+
+PRESETS = Catalogue([("presets", sorted(_PRESETS, key=lambda preset: preset.name))], kind="preset")
+"""All presets, ordered by name."""
