@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from google.protobuf.descriptor import EnumDescriptor
+
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.errors import Finding
@@ -124,13 +126,12 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
     """Reads the derivative of a program and call; returns it and the findings about it."""
     findings: list[Finding] = []
 
-    def add_finding(message: str, where: str, reason: errors_pb2.ErrorReason.ValueType = _INVALID) -> None:
-        findings.append(Finding(reason, message, field=where))
+    def add_finding(message: str, where: str) -> None:
+        findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, message, field=where))
 
-    if call.derivative not in Kind.values():
-        known = ", ".join(Kind.keys()[1:])
-        add_finding(f"there is no value {call.derivative}; there are {known}", "derivative", _MALFORMED)
-        return DerivativeSpec(), findings
+    unknown_kind = unknown_value(Kind.DESCRIPTOR, call.derivative, "derivative")
+    if unknown_kind:
+        return DerivativeSpec(), unknown_kind
     part = spec.WhichOneof("derivative")
     if part is None and call.split:
         add_finding("there are no ys, so nothing can be pulled back", "evaluate.spec.vjp.ys")
@@ -175,10 +176,10 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
             else "there are no ys"
         )
         add_finding(given, f"{where}.{missing}")
-    if derivative.unconnected_gradients not in program_pb2.UnconnectedGradients.values():
-        known = ", ".join(program_pb2.UnconnectedGradients.keys()[1:])
-        message = f"there is no value {derivative.unconnected_gradients}; there are {known}"
-        add_finding(message, f"{where}.unconnected_gradients", _MALFORMED)
+    unconnected = derivative.unconnected_gradients
+    findings += unknown_value(
+        program_pb2.UnconnectedGradients.DESCRIPTOR, unconnected, f"{where}.unconnected_gradients"
+    )
     _check_call(derivative, call, add_finding)
     if call.split:
         _check_split(derivative, add_finding)
@@ -194,8 +195,12 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
     return derivative, findings
 
 
-_INVALID = errors_pb2.ERROR_REASON_INVALID_DERIVATIVE
-_MALFORMED = errors_pb2.ERROR_REASON_MALFORMED_REQUEST
+def unknown_value(enum: EnumDescriptor, value: int, field: str) -> list[Finding]:
+    """Returns MALFORMED_REQUEST if an enum of a request does not have this value."""
+    if value in enum.values_by_number:
+        return []
+    message = f"there is no value {value}; there are {', '.join(item.name for item in enum.values[1:])}"
+    return [Finding(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, field=field)]
 
 
 def _check_call(derivative: DerivativeSpec, call: CallShape, add_finding: Callable[[str, str], None]) -> None:

@@ -17,7 +17,7 @@ from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.messages import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_derivative_spec
+from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_derivative_spec, unknown_value
 from gradrule_server.preparation.overrides import OverrideTable, read_overrides, rule_names
 from gradrule_server.preparation.references import (
     Blobs,
@@ -44,19 +44,11 @@ _SHOWN_ALIASES = 20
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked program. `key` is its digest."""
+    """A checked program: the request to the engine, and the answer to the front end, without rule names and spec."""
 
-    key: str
-    graph_digest: str
     request: link_pb2.CompileRequest
+    reply: link_pb2.PreparedProgram
     table: OverrideTable
-    expanded: graphs.Expanded
-    aliases: dict[str, str]
-    notes: list[str]
-    # Blobs that the engine reads when it loads the program.
-    blobs: tuple[str, ...] = ()
-    likeness: str = ""
-    """A digest of the graph that does not depend on the order of its serialized fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +95,7 @@ def prepare(
     values.bound.extend(bind_constants(loaded, expanded, keep))
     request = _build_request(program, expanded, values, limits)
     request.key = _digest(program, request, values)
-    return Prepared(
-        request.key,
-        loaded.digest,
-        request,
-        program.overrides,
-        expanded,
-        dict(spec.aliases),
-        _notes(request, expanded),
-        values.blobs,
-        loaded.likeness,
-    )
+    return Prepared(request, _build_reply(program, expanded, request, values), program.overrides)
 
 
 def _read_program(
@@ -243,6 +225,37 @@ def _build_request(
     )
 
 
+def _build_reply(
+    program: _ReadProgram, expanded: graphs.Expanded, request: link_pb2.CompileRequest, values: VariableValues
+) -> link_pb2.PreparedProgram:
+    """Returns the description of the program for the front end, with what is known before the engine builds it."""
+    notes = _notes(request, expanded)
+    described = program_pb2.Program(
+        digests=program_pb2.Digests(graph=program.loaded.digest, program=request.key),
+        inputs=[item for item in expanded.inputs if item.optional],
+        rewritten=expanded.rewritten,
+        aliases=program.spec.aliases,
+        draws_random=expanded.draws_random,
+        notes=notes,
+    )
+    tail = evaluate_pb2.EvaluateResponse(rewritten=expanded.rewritten, draws_random=expanded.draws_random, notes=notes)
+    used = {mark.rule for mark in expanded.marks} | {made.rule for made in request.made}
+    return link_pb2.PreparedProgram(
+        key=request.key,
+        graph_digest=program.loaded.digest,
+        likeness=program.loaded.likeness,
+        nodes=expanded.nodes,
+        blobs=values.blobs,
+        derivative=request.derivative,
+        program=described.SerializeToString(),
+        tail=tail.SerializeToString(),
+        # Omit negative indices, which mean `default` and foreign gradients.
+        params=program.overrides.params.write(rule for rule in used if rule >= 0),
+        placeholders=map(canonical, expanded.placeholders),
+        is_batched=request.batched,
+    )
+
+
 def _checked_overrides(table: OverrideTable, expanded: graphs.Expanded) -> Iterable[link_pb2.CheckedOverride]:
     """Returns the overrides that must have an effect. Those of a preset count as one."""
     matched = {match.override for match in expanded.matches}
@@ -323,21 +336,13 @@ def _check_spec(spec: program_pb2.ProgramSpec, derivative: DerivativeSpec) -> li
             "there are overrides but no ys: overrides change gradients, and no gradient is requested",
             "spec.overrides",
         )
-    if spec.no_gradient not in program_pb2.NoGradient.values():
-        known = ", ".join(program_pb2.NoGradient.keys()[1:])
-        message = f"there is no value {spec.no_gradient}; there are {known}"
-        add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, "spec.no_gradient")
-    if spec.jit not in program_pb2.Jit.values():
-        known = ", ".join(program_pb2.Jit.keys()[1:])
-        add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"there is no value {spec.jit}; there are {known}", "spec.jit")
+    findings += unknown_value(program_pb2.NoGradient.DESCRIPTOR, spec.no_gradient, "spec.no_gradient")
+    findings += unknown_value(program_pb2.Jit.DESCRIPTOR, spec.jit, "spec.jit")
     if spec.batching.axis:
         message = f"batching along axis {spec.batching.axis}; only axis 0 can count examples"
         add(errors_pb2.ERROR_REASON_UNSUPPORTED, message, "spec.batching.axis")
     for index, override in enumerate(spec.overrides):
-        if override.order not in override_pb2.OverrideOrder.values():
-            known = ", ".join(override_pb2.OverrideOrder.keys()[1:])
-            message = f"there is no value {override.order}; there are {known}"
-            add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, f"overrides[{index}].order")
+        findings += unknown_value(override_pb2.OverrideOrder.DESCRIPTOR, override.order, f"overrides[{index}].order")
     return findings
 
 

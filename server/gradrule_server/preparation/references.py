@@ -122,6 +122,9 @@ class FrontEndRuleLookup:
 class SnapshotRuleLookup:
     """Resolves rules as they were when a program was compiled, regardless of later registry changes."""
 
+    used = ()
+    """No names: rules of a snapshot are not stored again."""
+
     def __init__(self, snapshot: bytes) -> None:
         self._rules = {
             rule.aliases[0]: read_rule(rule) for rule in rule_pb2.ListRulesResponse.FromString(snapshot).rules

@@ -9,14 +9,14 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
+from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
-from gradrule_server.link.messages import canonical, read_call_shape
+from gradrule_server.link.messages import read_call_shape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_parsed_size
-from gradrule_server.preparation.prepare import Prepared, override_values, prepare
+from gradrule_server.preparation.prepare import override_values, prepare
 from gradrule_server.preparation.references import (
     AskFrontEnd,
     BlobFiles,
@@ -92,13 +92,9 @@ def _prepare_program(
 ) -> tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest]:
     spec = _parse(task.spec, program_pb2.ProgramSpec, limits)
     call = read_call_shape(task.call)
-    rules = FrontEndRuleLookup(ask)
-    if task.HasField("snapshot"):
-        snapshot = SnapshotRuleLookup(task.snapshot)
-        prepared = prepare(spec, call, snapshot, limits, blobs, task.namespace, reader, blobs.keep)
-    else:
-        prepared = prepare(spec, call, rules, limits, blobs, task.namespace, reader, blobs.keep)
-    reply = _prepared_message(prepared)
+    rules = SnapshotRuleLookup(task.snapshot) if task.HasField("snapshot") else FrontEndRuleLookup(ask)
+    prepared = prepare(spec, call, rules, limits, blobs, task.namespace, reader, blobs.keep)
+    reply = prepared.reply
     reply.rule_names.extend(rules.used)
     if task.is_kept:
         reply.override_values = override_values(prepared.table)
@@ -106,36 +102,6 @@ def _prepare_program(
             spec.graph.serialized = spec.graph.inline_graph.SerializeToString(deterministic=True)
         reply.kept_spec = spec.SerializeToString()
     return reply, prepared.request
-
-
-def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
-    expanded = prepared.expanded
-    tail = evaluate_pb2.EvaluateResponse(
-        rewritten=expanded.rewritten, draws_random=expanded.draws_random, notes=prepared.notes
-    )
-    program = program_pb2.Program(
-        digests=program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key),
-        inputs=[item for item in expanded.inputs if item.optional],
-        rewritten=tail.rewritten,
-        aliases=prepared.aliases,
-        draws_random=tail.draws_random,
-        notes=tail.notes,
-    )
-    used = {mark.rule for mark in expanded.marks} | {made.rule for made in prepared.request.made}
-    return link_pb2.PreparedProgram(
-        key=prepared.key,
-        graph_digest=prepared.graph_digest,
-        likeness=prepared.likeness,
-        nodes=expanded.nodes,
-        blobs=prepared.blobs,
-        derivative=prepared.request.derivative,
-        program=program.SerializeToString(),
-        tail=tail.SerializeToString(),
-        # Omit negative indices, which mean `default` and foreign gradients.
-        params=prepared.table.params.write(rule for rule in used if rule >= 0),
-        placeholders=map(canonical, expanded.placeholders),
-        is_batched=prepared.request.batched,
-    )
 
 
 def _list_variables(spec: bytes, limits: Limits, blobs: FrontEndBlobs, reader: GraphReader) -> link_pb2.GraphVariables:

@@ -394,7 +394,8 @@ def test_digests_are_those_of_programs_that_hold_their_constants() -> None:
     moved, _ = KeepingWorker(front_end).prepare(spec)
     spec.graph.serialized = _network()
     whole = prepare(spec, CallShape(), FrontEndRuleLookup(answer), Limits(), no_blobs())
-    assert (moved.key, moved.graph_digest, moved.likeness) == (whole.key, whole.graph_digest, whole.likeness)
+    reply = whole.reply
+    assert (moved.key, moved.graph_digest, moved.likeness) == (reply.key, reply.graph_digest, reply.likeness)
     assert not whole.request.variables
 
 
@@ -414,7 +415,7 @@ def test_values_of_variables_in_a_request_are_kept() -> None:
     assert front_end.sent == _WEIGHTS.nbytes
     del spec.fetches[1]
     whole = prepare(spec, CallShape(), FrontEndRuleLookup(answer), Limits(), no_blobs())
-    assert moved.key == whole.key
+    assert moved.key == whole.reply.key
 
 
 def test_few_graphs_are_kept() -> None:

@@ -150,7 +150,7 @@ def test_calls_without_a_declaration_that_covers_them_are_not_batched(
 
 def test_declaration_is_part_of_the_digest() -> None:
     graph = SOUND["perceptron"].graph()
-    assert prepared(graph).key != prepared(graph, batching=program_pb2.Batching(axis=0)).key
+    assert prepared(graph).reply.key != prepared(graph, batching=program_pb2.Batching(axis=0)).reply.key
 
 
 def test_calls_run_together_only_if_shared_inputs_and_shapes_are_equal() -> None:
