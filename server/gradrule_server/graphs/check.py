@@ -12,7 +12,7 @@ from itertools import chain
 
 from gradrule.common import op_definitions
 from gradrule.v1.graph_pb2 import Graph
-from gradrule_server.errors import Findings, Reason, quote
+from gradrule_server.errors import MAX_QUOTED, Finding, Findings, GradruleError, Reason, quote
 from gradrule_server.graphs.ir import (
     GRADIENT_ATTR,
     OUTPUTS_ATTR,
@@ -110,21 +110,21 @@ def _check_custom_gradients(draft: Draft, findings: Findings) -> None:
 
 
 def _check_recursion(bodies: Sequence[Body], findings: Findings) -> None:
-    """Raises all findings, with a GRAPH_CYCLE for each cycle of functions that call each other, if there is a cycle."""
+    """Raises GRAPH_CYCLE for each cycle of functions that call each other, and the other findings after these."""
     numbers = {id(body): number for number, body in enumerate(bodies)}
     edges = {
         number: [numbers[id(inner)] for node in body.nodes for _, used in node.functions for inner in used]
         for number, body in enumerate(bodies)
     }
-    cycles = find_cycles(edges)
-    for cycle in cycles:
+    found = []
+    for cycle in find_cycles(edges):
         names = [bodies[number].name for number in cycle]
         message = (
             f"Functions call themselves: {chain_text(names)}. Recursive functions are not supported; use a While loop."
         )
-        findings.add(Reason.ERROR_REASON_GRAPH_CYCLE, message, names[0])
-    if cycles:
-        findings.raise_if_any()
+        found.append(Finding(Reason.ERROR_REASON_GRAPH_CYCLE, message, names[0][:MAX_QUOTED]))
+    if found:
+        raise GradruleError([*found, *findings.all])
 
 
 def sort_nodes(draft: Draft, findings: Findings) -> None:

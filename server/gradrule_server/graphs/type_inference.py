@@ -105,6 +105,11 @@ class TypeInference:
             message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph defines.{hint}"
             findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
             return False
+        is_function = node.op in self._library
+        if is_function:
+            # Before errors of the node, so that recursion is found in spite of them.
+            body = self._library.body(node.op, node.attrs, where)
+            node.functions = (("f", (body,)),) if body else ()
         fault = output_count_fault(op, node.attrs, self._limits)
         if fault:
             findings.add(fault[0], f"{where} {fault[1]}.", node.name)
@@ -117,9 +122,10 @@ class TypeInference:
         node.attrs, node.outputs = self._shared(node, completed), completed.outputs
         node.unsupported = why_unsupported(node, op, in_function=bool(self._body.name))
         self._check_values(node, op, where)
-        self._find_functions(node, types, where)
+        if not is_function:
+            self._find_functions(node, types, where)
         # A full list of findings does not grow, so new findings cannot be detected; do not share the result then.
-        return not node.functions and node.op not in self._library and not findings.all[found:] and not findings.full
+        return not node.functions and not is_function and not findings.all[found:] and not findings.full
 
     def _shared(self, node: Node, completed: op_inference.Completed) -> Mapping[str, AttrValue]:
         """Returns one shared object for all nodes of an op with equal attributes that are types only."""
@@ -189,10 +195,6 @@ class TypeInference:
             self._findings.add(reason, f"{where} {what}.", node.name)
 
     def _find_functions(self, node: Node, types: list[int], where: str) -> None:
-        if node.op in self._library:
-            body = self._library.body(node.op, node.attrs, where)
-            node.functions = (("f", (body,)),) if body else ()
-            return
         attrs = ("f",) if node.op in CALLS else CONTAINERS.get(node.op)
         if attrs is None:
             return
