@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import re2
 
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule_server.errors import Finding, Findings, Reason, did_you_mean, quote
+from gradrule_server.errors import Findings, quote
 from gradrule_server.graphs.ir import ADDED_ATTR, Node
-from gradrule_server.graphs.selectors import ANY_TEXT, OverrideMatcher, compile_regex, op_types_of, re2_options
+from gradrule_server.graphs.selectors import (
+    ANY_TEXT,
+    CandidateNode,
+    OverrideMatcher,
+    compile_regex,
+    op_types_of,
+    re2_options,
+)
 
 # Cached pattern combinations; the limit keeps hostile graphs from filling the memory.
 _MAX_KEPT = 4096
@@ -218,133 +224,97 @@ def _bits(numbers: Iterable[int]) -> int:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """Op type, public and qualified name of a node that selectors were matched against."""
-
-    op_type: str
-    name: str
-    qualified_name: str
-
-
 class UnmatchedOverrides:
-    """Creates findings for overrides without matches; one pass over the nodes serves all overrides.
+    """Explains why overrides take no node; one pass over the nodes serves all of them.
 
-    `regions`: names of the custom-gradient regions in the graph.
+    Args:
+        unused: The matchers of each override: one, or all of a preset.
+        nodes: The nodes of the graph.
+        regions: Names of the custom-gradient regions in the graph.
+        findings: Limits the suggestions.
     """
 
     def __init__(
-        self, unused: Sequence[OverrideMatcher], nodes: Sequence[NodeInfo], regions: Sequence[str], findings: Findings
+        self,
+        unused: Sequence[Sequence[OverrideMatcher]],
+        nodes: Sequence[CandidateNode],
+        regions: Sequence[str],
+        findings: Findings,
     ) -> None:
-        self._numbers = {id(matcher): number for number, matcher in enumerate(unused)}
-        self._names = NameIndex(unused)
+        self._unused = unused
         self._nodes = nodes
         self._regions = regions
         self._findings = findings
-        self._by_op_types: dict[tuple[frozenset[str] | None, bool], list[str]] = {}
+        self._op_types = [one.node.op_type for one in nodes]
+        index = NameIndex([group[0] for group in unused])
+        self._met = [index.conditions(one.name, one.qualified_name) for one in nodes]
 
-    def finding(self, matcher: OverrideMatcher) -> Finding:
-        """Returns UNMATCHED_OVERRIDE with the failing condition and suggestions."""
-        spec = matcher.spec
+    def explain(self, number: int) -> str:
+        """Returns why an override takes no node, with the condition that fails and similar names."""
+        group = self._unused[number]
+        matcher = group[0]
+        label, selector = quote(matcher.spec.label), matcher.spec.selector
+        if matcher.spec.is_preset:
+            wanted = sorted({word for one in group for word in (*one.words, one.layer) if word})
+            return f"Preset {label} matches no node of the graph: it is for {', '.join(wanted)}."
         if matcher.shadowed_by:
             count = sum(matcher.shadowed_by.values())
-            nodes = f"all {count} nodes that it matches are" if count > 1 else "the only node that it matches is"
-            by = ", ".join(quote(label) for label in matcher.shadowed_by)
-            message = f"Override {quote(spec.label)} takes no node: {nodes} taken by an earlier override ({by})."
-        elif spec.selector.region_name:
-            message = f"Override {quote(spec.label)}: {self._no_region(spec.selector.region_name)}"
-        else:
-            message = f"Override {quote(spec.label)} matches no node of the graph: {self._missing(matcher)}"
-        return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)
+            taken = f"all {count} nodes that it matches are" if count > 1 else "the only node that it matches is"
+            by = ", ".join(quote(other) for other in matcher.shadowed_by)
+            return f"Override {label} takes no node: {taken} taken by an earlier override ({by})."
+        if selector.region_name:
+            return f"Override {label}: {self._no_region(selector.region_name)}"
+        return f"Override {label} matches no node of the graph: {self._missing(number, matcher)}"
 
     def _no_region(self, name: str) -> str:
         regions = self._regions
-        hint = self._findings.suggest(lambda: did_you_mean(name, regions))
+        hint = self._findings.suggest_similar(name, regions)
         known = (
             ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none, because no function in it has its own gradient"
         )
         more = f" and {len(regions) - _SHOWN_REGIONS} more" if len(regions) > _SHOWN_REGIONS else ""
         return f"the graph has no custom-gradient region {quote(name)}.{hint} Its regions: {known}{more}."
 
-    def _missing(self, matcher: OverrideMatcher) -> str:
-        selector = matcher.spec.selector
-        suggest = self._findings.suggest
+    def _missing(self, number: int, matcher: OverrideMatcher) -> str:
+        """Returns the first condition of a selector that no node meets together with those before it."""
+        selector, suggest = matcher.spec.selector, self._findings.suggest_similar
+        op_types = set(self._op_types)
         for word in matcher.words:
-            if op_types_of(word).isdisjoint(self._op_types):
+            if op_types_of(word).isdisjoint(op_types):
                 members = f" ({', '.join(sorted(op_types_of(word)))})" if word.startswith("@") else ""
-                hint = suggest(lambda word=word: did_you_mean(word, self._op_types))  # type: ignore[misc]
-                return f"there is no {word}{members}.{hint}"
+                return f"there is no {word}{members}.{suggest(word, sorted(op_types))}"
         if matcher.layer and not any((selector.scope, selector.node, selector.node_regex)):
             return f"there is no layer of kind {matcher.layer}."
+        wanted = matcher.op_types
+        fitting = [place for place, op_type in enumerate(self._op_types) if wanted is None or op_type in wanted]
+        in_scope, named, matched = ([self._met[place][item] >> number & 1 for place in fitting] for item in range(3))
+        nodes = [self._nodes[place] for place in fitting]
+        names = [one.qualified_name if matcher.names_branches else one.name for one in nodes]
         kind = f"of op type {matcher.words[-1]} " if matcher.words else ""
-        in_scope, named, matched = self._met_conditions(matcher)
-        if selector.scope and not in_scope:
-            hint = suggest(lambda: did_you_mean(selector.scope, self._scopes(matcher)))
-            return f"no node {kind}has a name that starts with {quote(matcher.prefix)}.{hint}"
+        if selector.scope and not any(in_scope):
+            scopes = {name[: slash.start()] for name in names for slash in re.finditer("/", name)}
+            return (
+                f"no node {kind}has a name that starts with {quote(matcher.prefix)}."
+                f"{suggest(selector.scope, sorted(scopes))}"
+            )
         first = selector.node or next(iter(selector.nodes), "")
-        if first and not named:
-            hint = suggest(lambda: did_you_mean(first, self._names_of(matcher)))
+        if first and not any(named):
             more = f" or like {len(selector.nodes) - 1} other names" if len(selector.nodes) > 1 else ""
-            return f"no node {kind}is named {quote(first)}{more}.{hint}"
-        if not matched:
+            return f"no node {kind}is named {quote(first)}{more}.{suggest(first, names)}"
+        if not any(matched):
             if selector.node_regex:
                 return f"no node {kind}has a name that {quote(selector.node_regex)} matches as a whole."
-            return "the graph has no nodes." if not self._names_of(matcher) else f"no node {kind}has such a name."
-        reasons = []
-        if matcher.is_chain:
-            reasons.append(
-                f"no chain {' → '.join(matcher.words)} in which each op is the only consumer of the op before it"
-            )
-        if matcher.layer:
-            reasons.append(f"a layer of kind {matcher.layer} that ends there")
-        if selector.dtype:
-            reasons.append(f"a first output of type {dtype_name(selector.dtype)}")
-        if selector.attrs:
-            reasons.append(f"these attributes: {', '.join(sorted(selector.attrs))}")
-        if selector.depends_on:
-            reasons.append(f"dependence on {', '.join(map(quote, selector.depends_on))}")
-        if selector.HasField("position"):
-            reasons.append("this position on the path from xs to ys")
-        if not reasons:
+            return f"no node {kind}has such a name." if names else "the graph has no nodes."
+        chain = " → ".join(matcher.words)
+        reasons = {
+            f"no chain {chain} in which each op is the only consumer of the op before it": matcher.is_chain,
+            f"a layer of kind {matcher.layer} that ends there": matcher.layer,
+            f"a first output of type {dtype_name(selector.dtype)}": selector.dtype,
+            f"these attributes: {', '.join(sorted(selector.attrs))}": selector.attrs,
+            f"dependence on {', '.join(map(quote, selector.depends_on))}": selector.depends_on,
+            "this position on the path from xs to ys": selector.HasField("position"),
+        }
+        failing = [reason for reason, is_condition in reasons.items() if is_condition]
+        if not failing:
             return f"no node {kind}qualifies: an add is a sum if both inputs depend on the xs, else a bias."
-        return f"no node {kind}with such a name has {' and '.join(reasons)}."
-
-    def _met_conditions(self, matcher: OverrideMatcher) -> tuple[bool, bool, bool]:
-        """Returns whether nodes of the op types meet the scope, `node`, and all conditions on names together."""
-        bit = 1 << self._numbers[id(matcher)]
-        op_types: Iterable[str] = self._conditions_by_op if matcher.op_types is None else matcher.op_types
-        found = [self._conditions_by_op[op_type] for op_type in op_types if op_type in self._conditions_by_op]
-        in_scope, named, matched = (any(bits[condition] & bit for bits in found) for condition in range(3))
-        return in_scope, named, matched
-
-    @cached_property
-    def _conditions_by_op(self) -> dict[str, list[int]]:
-        """For each op type: bits of the overrides whose scope, `node` and name conditions a node of that type meets."""
-        met: dict[str, list[int]] = {}
-        for node in self._nodes:
-            bits = met.setdefault(node.op_type, [0, 0, 0])
-            for condition, found in enumerate(self._names.conditions(node.name, node.qualified_name)):
-                bits[condition] |= found
-        return met
-
-    @cached_property
-    def _op_types(self) -> list[str]:
-        return sorted({item.op_type for item in self._nodes})
-
-    def _names_of(self, matcher: OverrideMatcher) -> list[str]:
-        """Returns the names of the nodes of the override's op types: qualified names if it names a branch."""
-        key = wanted, qualified = matcher.op_types, matcher.names_branches
-        if key not in self._by_op_types:
-            self._by_op_types[key] = [
-                item.qualified_name if qualified else item.name
-                for item in self._nodes
-                if wanted is None or item.op_type in wanted
-            ]
-        return self._by_op_types[key]
-
-    def _scopes(self, matcher: OverrideMatcher) -> list[str]:
-        return sorted({name[:slash] for name in self._names_of(matcher) for slash in _slashes(name)})
-
-
-def _slashes(name: str) -> list[int]:
-    return [position for position, character in enumerate(name) if character == "/"]
+        return f"no node {kind}with such a name has {' and '.join(failing)}."

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gradrule_server.errors import MAX_FINDINGS, Finding, Findings, Reason, quote
+from gradrule_server.errors import MAX_FINDINGS, MAX_SUGGESTIONS, Finding, Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
 from gradrule_server.graphs.layers import applies_parameters
-from gradrule_server.graphs.matching import NodeInfo, SelectorIndex, UnmatchedOverrides
+from gradrule_server.graphs.matching import SelectorIndex, UnmatchedOverrides
 from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.resolution_context import Match, ResolutionContext
 from gradrule_server.graphs.selection import Selection
@@ -108,12 +108,17 @@ class Resolver:
         ][:MAX_FINDINGS]
         if not unused:
             return []
-        nodes = [NodeInfo(one.node.op_type, one.name, one.qualified_name) for one in context.candidates]
         regions = sorted(name for name in context.custom_gradients if name)
-        unmatched = UnmatchedOverrides([group[0] for group in unused], nodes, regions, self.findings)
-        return [
-            _nothing_of_preset(group) if group[0].spec.is_preset else unmatched.finding(group[0]) for group in unused
-        ]
+        # An explanation takes a look at all nodes, and an error holds few of them.
+        unmatched = UnmatchedOverrides(unused[:MAX_SUGGESTIONS], context.candidates, regions, self.findings)
+        found = []
+        for number, group in enumerate(unused):
+            spec = group[0].spec
+            is_explained = number < MAX_SUGGESTIONS
+            plain = f"Override {quote(spec.label)} matches no node of the graph."
+            message = unmatched.explain(number) if is_explained else plain
+            found.append(Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field))
+        return found
 
     def _apply(self, matcher: OverrideMatcher, context: ResolutionContext, selected: Selection | None) -> None:
         """Assigns the rule of an override to all unassigned candidates that the override selects.
@@ -305,10 +310,3 @@ def _match(spec: OverrideSpec, candidate: CandidateNode, differentiable: bool) -
 def _changes_flows(matcher: OverrideMatcher) -> bool:
     """Returns whether an override makes gradients flow through the inner nodes of custom-gradient regions."""
     return bool(matcher.spec.selector.region_name) and matcher.spec.rule_index == OWN_GRADIENT
-
-
-def _nothing_of_preset(group: Sequence[OverrideMatcher]) -> Finding:
-    spec = group[0].spec
-    wanted = sorted({word for matcher in group for word in (*matcher.words, matcher.layer) if word})
-    message = f"Preset {quote(spec.label)} matches no node of the graph: it is for {', '.join(wanted)}."
-    return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)
