@@ -10,7 +10,6 @@ from gradrule_server.graphs.ir import DIFFERENTIABLE, Limits
 from gradrule_server.graphs.read import parse
 from gradrule_server.graphs.resolution_context import Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
-from gradrule_server.policy import shape_fault, tensor_fault
 
 __all__ = [
     "DEFAULT_RULE",
@@ -29,7 +28,5 @@ __all__ = [
     "move_constants",
     "parse",
     "placeholders",
-    "shape_fault",
-    "tensor_fault",
     "variables",
 ]

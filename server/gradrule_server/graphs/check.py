@@ -50,8 +50,7 @@ def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Libra
     for draft in library.drafts():
         _check_body(draft, library, limits, findings)
         bodies.append(draft.body)
-    _check_recursion(bodies, findings)
-    check_size([top.body, *library.gradients.values()], limits, findings)
+    _check_size(_inner_first(bodies, findings), [top.body, *library.gradients.values()], limits, findings)
     return top.body, library
 
 
@@ -109,22 +108,26 @@ def _check_custom_gradients(draft: Draft, findings: Findings) -> None:
                 findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node.name)
 
 
-def _check_recursion(bodies: Sequence[Body], findings: Findings) -> None:
-    """Raises GRAPH_CYCLE for each cycle of functions that call each other, and the other findings after these."""
+def _inner_first(bodies: Sequence[Body], findings: Findings) -> list[Body]:
+    """Returns the bodies, each after those that it uses.
+
+    Raises GRAPH_CYCLE for each cycle of functions that call each other, and the other findings after these.
+    """
     numbers = {id(body): number for number, body in enumerate(bodies)}
-    edges = {
-        number: [numbers[id(inner)] for node in body.nodes for _, used in node.functions for inner in used]
-        for number, body in enumerate(bodies)
-    }
+    edges = [
+        [numbers[id(inner)] for node in body.nodes for _, used in node.functions for inner in used] for body in bodies
+    ]
+    order = topological_order(edges)
+    if len(order) == len(bodies):
+        return [bodies[number] for number in order]
     found = []
-    for cycle in find_cycles(edges):
+    for cycle in find_cycles(dict(enumerate(edges))):
         names = [bodies[number].name for number in cycle]
         message = (
             f"Functions call themselves: {chain_text(names)}. Recursive functions are not supported; use a While loop."
         )
         found.append(Finding(Reason.ERROR_REASON_GRAPH_CYCLE, message, names[0][:MAX_QUOTED]))
-    if found:
-        raise GradruleError([*found, *findings.all])
+    raise GradruleError([*found, *findings.all])
 
 
 def sort_nodes(draft: Draft, findings: Findings) -> None:
@@ -185,10 +188,11 @@ def chain_text(names: Sequence[str]) -> str:
     return " → ".join(chain(shown, shown[:1]))
 
 
-def check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> None:
+def _check_size(bodies: Iterable[Body], roots: Sequence[Body], limits: Limits, findings: Findings) -> None:
     """Adds LIMIT_EXCEEDED if the graph, with one copy of a function for each use, is too large or nests too deep.
 
-    `roots`: the top level and the embedded gradients, each of which is copied once.
+    `bodies`: all bodies, each after those that it uses. `roots`: the top level and the embedded gradients, each of
+    which is copied once.
     """
     sizes: dict[int, int] = {}
     weights: dict[int, int] = {}
@@ -196,16 +200,8 @@ def check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> Non
     attribute_bytes: dict[int, int] = {}
     once = 0
     depths: dict[int, int] = {}
-    stack = [(root, False) for root in roots]
-    while stack:
-        body, ready = stack.pop()
-        if id(body) in sizes:
-            continue
-        used = [(node, inner) for node in body.nodes for _, bodies in node.functions for inner in bodies]
-        if not ready:
-            stack.append((body, True))
-            stack += [(inner, False) for _, inner in used if id(inner) not in sizes]
-            continue
+    for body in bodies:
+        used = [(node, inner) for node in body.nodes for _, functions in node.functions for inner in functions]
         calls = sum(1 for node, _ in used if is_call(node))
         sizes[id(body)] = len(body.nodes) + _NODES_PER_CALL * calls + sum(sizes[id(inner)] for _, inner in used)
         # Names of inner nodes start with the name of the call, loop or branch that contains them.

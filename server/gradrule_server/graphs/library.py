@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from gradrule.common import op_definitions
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule_server.errors import Findings, Reason, did_you_mean, quote
+from gradrule_server.errors import Findings, Reason, quote
 from gradrule_server.graphs.ir import Body, Limits
 from gradrule_server.graphs.read import Draft, Substitute, add_arg, add_result, read_function_body
 
@@ -68,7 +68,7 @@ class Library:
         """Returns a function's body for a call's attributes; None after an error. `drafts` reads its nodes later."""
         function = self._functions.get(name)
         if function is None:
-            hint = self._findings.suggest(lambda: did_you_mean(name, self._functions))
+            hint = self._findings.suggest_similar(name, self._functions)
             message = f"{where} uses the function {quote(name)}, which the graph does not have.{hint}"
             self._findings.add(Reason.ERROR_REASON_INVALID_ATTR, message)
             return None
@@ -96,7 +96,7 @@ class Library:
         if function is None or name in self.gradients:
             return
         if function not in self._functions:
-            hint = self._findings.suggest(lambda: did_you_mean(function, self._functions))
+            hint = self._findings.suggest_similar(function, self._functions)
             message = (
                 f"{where} has the gradient {quote(name)}, which the graph registers as its function "
                 f"{quote(function)}; it has no such function.{hint}"

@@ -20,24 +20,17 @@ INLINE_RULE = "inline"
 _MAX_FINDINGS = 500
 
 
-@dataclass(frozen=True, slots=True)
-class BoundOverride:
-    """A rule with the label of the override that uses it."""
-
-    rule: ResolvedRule
-    label: str
-
-
 @dataclass(slots=True)
 class OverrideTable:
     """The overrides of a program with their bound rules and params.
 
-    The index of a bound rule is its position in `bound`. `bounds` are the limits for rules and params.
+    The index of a bound rule is its position in `bound`, which has a rule for each override. `bounds` are the limits
+    for rules and params.
     """
 
     bounds: NodeLimits
     specs: list[OverrideSpec] = field(default_factory=list)
-    bound: list[BoundOverride] = field(default_factory=list)
+    bound: list[ResolvedRule] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     params: ParamTable = field(init=False)
 
@@ -50,7 +43,7 @@ class OverrideTable:
         Defaults are stored as settings, so that programs that differ only in param values share one compiled form.
         """
         index = len(self.bound)
-        self.bound.append(BoundOverride(rule, label))
+        self.bound.append(rule)
         declared = () if rule.content is None else rule.content.params
         self.params.bind(rule.name, label, declared, is_default_label=is_default_label)
         return index
@@ -69,7 +62,7 @@ class OverrideTable:
         """Sets the content of embedded rules, by index."""
         contents: dict[bytes, RuleContent] = {}
         for index, graph_bytes in rules.items():
-            label = self.bound[index].label
+            label = self.bound[index].name
             try:
                 if graph_bytes not in contents:
                     check_parsed_size(graph_bytes, graph_pb2.Graph, self.bounds, field="graph")
@@ -80,11 +73,11 @@ class OverrideTable:
                     for item in cause.findings
                 ]
                 raise GradruleError(findings) from cause
-            self.bound[index] = BoundOverride(ResolvedRule(label, contents[graph_bytes], embedded=True), label)
+            self.bound[index] = ResolvedRule(label, contents[graph_bytes], embedded=True)
 
     def check_rules(self) -> list[Finding]:
         """Returns findings for nodes of the bound rules' graphs that may not run; checks each rule once."""
-        contents = {id(bound.rule.content): bound.rule for bound in self.bound if bound.rule.content is not None}
+        contents = {id(rule.content): rule for rule in self.bound if rule.content is not None}
         return [
             Finding(item.reason, f"rule {rule.name!r}: {item.message}", item.node, item.field)
             for rule in contents.values()
@@ -93,7 +86,7 @@ class OverrideTable:
 
     def rule_messages(self) -> list[link_pb2.BoundRule]:
         """Returns the messages of the bound rules for the engine."""
-        return [_message(bound.rule) for bound in self.bound]
+        return [_message(rule) for rule in self.bound]
 
 
 def _message(rule: ResolvedRule) -> link_pb2.BoundRule:

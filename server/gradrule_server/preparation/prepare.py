@@ -296,8 +296,8 @@ def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits)
     """Returns LIMIT_EXCEEDED if graph rules, with one copy for each node, make the program too large."""
     # Use the size from the expansion for embedded rules, which have no content yet.
     sizes = [
-        expanded.embedded_rule_nodes.get(index, 1) if bound.rule.content is None else bound.rule.content.size
-        for index, bound in enumerate(table.bound)
+        expanded.embedded_rule_nodes.get(index, 1) if rule.content is None else rule.content.size
+        for index, rule in enumerate(table.bound)
     ]
     added = sum(sizes[mark.rule] for mark in expanded.marks if mark.rule >= 0)
     if expanded.nodes + added <= limits.inlined_nodes:
@@ -371,7 +371,7 @@ def _upstream_gradient(y: str, derivative: DerivativeSpec, expanded: graphs.Expa
 def _digest(program: _ReadProgram, request: link_pb2.CompileRequest, values: VariableValues) -> str:
     """Returns the SHA-256 of everything that determines the computation, except param values."""
     spec, table = program.spec, program.overrides
-    rules = [_identity(bound.rule) for bound in table.bound]
+    rules = [_identity(rule) for rule in table.bound]
     overrides = [
         [
             item.selector.SerializeToString(deterministic=True).hex(),
@@ -428,7 +428,7 @@ def _check_batching(program: _ReadProgram, expanded: graphs.Expanded) -> list[Fi
     if program.derivative.second_order:
         used |= {made.rule for made in _derived_node_rules(program.overrides)}
     # Negative indices mean `default` and foreign gradients.
-    rules = [program.overrides.bound[index].rule for index in used if index >= 0]
+    rules = [program.overrides.bound[index] for index in used if index >= 0]
     mixing = {rule.name for rule in rules if rule.content is not None and per_sample(rule.content) is False}
     problems += [f"the rule {name!r} is not per sample: it combines examples along axis 0" for name in sorted(mixing)]
     reason = errors_pb2.ERROR_REASON_UNSUPPORTED
