@@ -250,108 +250,118 @@ def compile_selectors(specs: Sequence[OverrideSpec], library: Library, findings:
     """Compiles the selectors of overrides; adds findings for invalid selectors and omits them."""
     compiled = []
     for spec in specs:
-        before = len(findings.all)
-        matcher = _compile_selector(spec, library, findings)
-        if matcher is not None and len(findings.all) == before:
-            compiled.append(matcher)
+        problems = [*_condition_problems(spec.selector), *_name_problems(spec.selector)]
+        found = [(Reason.ERROR_REASON_INVALID_OVERRIDE, problem) for problem in problems]
+        if len(spec.selector.pattern) <= _MAX_PATTERN:
+            found += _word_problems(spec.selector, library, findings)
+        for reason, problem in found:
+            findings.add(reason, f"Override {quote(spec.label)}: {problem}", field=spec.field)
+        if not found:
+            compiled.append(_compile_selector(spec))
     return compiled
 
 
-def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) -> OverrideMatcher | None:
+def _compile_selector(spec: OverrideSpec) -> OverrideMatcher:
+    """Compiles a valid selector."""
     selector = spec.selector
-
-    def invalid(message: str) -> None:
-        findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, f"Override {quote(spec.label)}: {message}", field=spec.field)
-
-    given = {entry.name for entry, _ in selector.ListFields()}
-    if not given:
-        message = "The override selects nothing: give at least one of op_type, node and scope ('**' is every node)."
-        findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
-        return None
-    if given & _ALONE and len(given) > 1:
-        region = min(given & _ALONE)
-        invalid(f"a region is selected by itself, without {', '.join(sorted(given - {region}))}.")
-    if "region" in given and not (selector.region.inputs and selector.region.outputs):
-        invalid("a region has at least one input and one output.")
-    if {"pattern", "op_type"} <= given:
-        invalid("op_type cannot be given with pattern, which names op types itself.")
-    if "layer" in given and len(given & _OP_TYPES) > 1:
-        invalid("op_type and pattern cannot be given with layer, which selects ops by what they do together.")
-    if "layer" in given and selector.layer not in LAYER_KINDS:
-        hint = did_you_mean(selector.layer, LAYER_KINDS)
-        invalid(f"there is no kind of layer {quote(selector.layer)}.{hint} Kinds: {', '.join(LAYER_KINDS)}.")
-    if "position" in given and not _is_place(selector.position):
-        invalid("position is empty: give nearest_xs, nearest_ys or a number.")
-    words = tuple(selector.pattern) or ((STEP, "Cast") if selector.op_type == STEP else (selector.op_type,))
-    if len(words) > _MAX_PATTERN or not all(selector.pattern):
-        invalid(f"a pattern has 1 to {_MAX_PATTERN} words, none of them empty.")
-        return None
-    if "rank" in given and (len(words) > 1 or "layer" in given):
-        invalid("rank cannot be given with a pattern or a layer.")
-    words = tuple(word for word in words if word)
-    for word in words:
-        _check_word(word, spec, library, findings)
-    if {"node", "nodes"} <= given:
-        invalid("node cannot be given with nodes: add it to nodes.")
-    names = (selector.node,) if selector.node else tuple(selector.nodes)
-    qualified = tuple(dict.fromkeys(filter(names_branch, names)))
-    globs = tuple(dict.fromkeys(name for name in names if is_glob(name) and not names_branch(name)))
-    if not all(names):
-        invalid("one of its nodes is an empty name.")
-    if len(globs) + len(qualified) > _MAX_GLOBS:
-        invalid(f"{len(globs) + len(qualified)} of its nodes are globs or name a branch; {_MAX_GLOBS} is the most.")
-        return None
-    scope = selector.scope.rstrip("/")
-    named = scope if names_branch(scope) else ""
-    if any(len(text) > MAX_PATTERN for text in (*globs, *qualified, named, selector.node, selector.node_regex)):
-        invalid(f"its node pattern is longer than {MAX_PATTERN} characters.")
-    regex = selector.node_regex if len(selector.node_regex) <= MAX_PATTERN else ""
-    try:
-        compile_regex(regex)
-    except ValueError as cause:
-        invalid(f"node_regex {quote(regex)} is not a regular expression (RE2): {cause}.")
-    prefix = scope + "/" if selector.scope else ""
-    op_types = op_types_of(words[-1]) if words else None
-    exact = frozenset(names).difference(globs, qualified)
+    words = _words(selector)
+    exact, globs, qualified = _names(selector)
+    scope, regex = selector.scope.rstrip("/"), selector.node_regex
+    in_branch = f"{qualified_glob_regex(scope, is_glob=False)}{_ANY_BRANCH}/{ANY_TEXT}"
     return OverrideMatcher(
         spec,
         words,
-        op_types,
-        prefix,
+        op_types_of(words[-1]) if words else None,
+        scope + "/" if selector.scope else "",
         exact,
         tuple(map(glob_regex, globs)),
         tuple(map(qualified_glob_regex, qualified)),
-        f"{qualified_glob_regex(named, is_glob=False)}{_ANY_BRANCH}/{ANY_TEXT}" if named else "",
+        in_branch if names_branch(scope) else "",
         "" if _BRACKET in regex else regex,
         regex if _BRACKET in regex else "",
     )
+
+
+def _words(selector: override_pb2.Selector) -> tuple[str, ...]:
+    """Returns the words of a pattern, or the op type."""
+    if selector.op_type == STEP:
+        return STEP, "Cast"
+    return tuple(selector.pattern) or ((selector.op_type,) if selector.op_type else ())
+
+
+def _names(selector: override_pb2.Selector) -> tuple[frozenset[str], Sequence[str], Sequence[str]]:
+    """Returns the exact names, the globs, and the names and globs with a branch, of `node` and `nodes`."""
+    names = dict.fromkeys((selector.node,) if selector.node else selector.nodes)
+    qualified = [name for name in names if names_branch(name)]
+    globs = [name for name in names if is_glob(name) and not names_branch(name)]
+    return frozenset(names).difference(globs, qualified), globs, qualified
+
+
+def _condition_problems(selector: override_pb2.Selector) -> Iterator[str]:
+    """Yields which conditions of a selector are empty or exclude each other."""
+    given = {entry.name for entry, _ in selector.ListFields()}
+    if not given:
+        yield "it selects nothing: give at least one of op_type, node and scope ('**' is every node)."
+    if given & _ALONE and len(given) > 1:
+        region = min(given & _ALONE)
+        yield f"a region is selected by itself, without {', '.join(sorted(given - {region}))}."
+    if "region" in given and not (selector.region.inputs and selector.region.outputs):
+        yield "a region has at least one input and one output."
+    if {"pattern", "op_type"} <= given:
+        yield "op_type cannot be given with pattern, which names op types itself."
+    if "layer" in given and len(given & _OP_TYPES) > 1:
+        yield "op_type and pattern cannot be given with layer, which selects ops by what they do together."
+    if "layer" in given and selector.layer not in LAYER_KINDS:
+        hint = did_you_mean(selector.layer, LAYER_KINDS)
+        yield f"there is no kind of layer {quote(selector.layer)}.{hint} Kinds: {', '.join(LAYER_KINDS)}."
+    if "position" in given and not _is_place(selector.position):
+        yield "position is empty: give nearest_xs, nearest_ys or a number."
+    if len(selector.pattern) > _MAX_PATTERN or not all(selector.pattern):
+        yield f"a pattern has 1 to {_MAX_PATTERN} words, none of them empty."
+    if "rank" in given and (len(_words(selector)) > 1 or "layer" in given):
+        yield "rank cannot be given with a pattern or a layer."
+
+
+def _name_problems(selector: override_pb2.Selector) -> Iterator[str]:
+    """Yields what is wrong with the conditions of a selector on names."""
+    if selector.node and selector.nodes:
+        yield "node cannot be given with nodes: add it to nodes."
+    if not all(selector.nodes):
+        yield "one of its nodes is an empty name."
+    _, globs, qualified = _names(selector)
+    if len(globs) + len(qualified) > _MAX_GLOBS:
+        yield f"{len(globs) + len(qualified)} of its nodes are globs or name a branch; {_MAX_GLOBS} is the most."
+    scope = selector.scope if names_branch(selector.scope) else ""
+    if any(len(text) > MAX_PATTERN for text in (*globs, *qualified, scope, selector.node, selector.node_regex)):
+        yield f"its node pattern is longer than {MAX_PATTERN} characters."
+        return
+    try:
+        compile_regex(selector.node_regex)
+    except ValueError as cause:
+        yield f"node_regex {quote(selector.node_regex)} is not a regular expression (RE2): {cause}."
+
+
+def _word_problems(
+    selector: override_pb2.Selector, library: Library, findings: Findings
+) -> Iterator[tuple[Reason.ValueType, str]]:
+    """Yields the reason and the problem of each word of a selector that is no op type and no group."""
+    for word in filter(None, _words(selector)):
+        if word.startswith("@") and word not in GROUPS:
+            known = ", ".join(sorted(GROUPS))
+            problem = f"there is no group {quote(word)}.{did_you_mean(word, GROUPS)} Groups: {known}"
+            yield Reason.ERROR_REASON_UNKNOWN_OP_TYPE, problem
+        elif word == STEP and selector.pattern:
+            problem = "'@step' stands for a pattern of its own: give it as op_type."
+            yield Reason.ERROR_REASON_INVALID_OVERRIDE, problem
+        elif word not in GROUPS and library.find_op(word) is None:
+            hint = findings.suggest(lambda word=word: op_definitions.suggest(word, library.names()))  # type: ignore[misc]
+            yield Reason.ERROR_REASON_UNKNOWN_OP_TYPE, f"there is no op type {quote(word)}.{hint}"
 
 
 def _is_place(position: override_pb2.Position) -> bool:
     place = position.WhichOneof("place")
     nearest = (override_pb2.POSITION_NEAREST_XS, override_pb2.POSITION_NEAREST_YS)
     return place == "index" or (place == "nearest" and position.nearest in nearest)
-
-
-def _check_word(word: str, spec: OverrideSpec, library: Library, findings: Findings) -> None:
-    if word.startswith("@"):
-        if word not in GROUPS:
-            message = (
-                f"there is no group {quote(word)}.{did_you_mean(word, GROUPS)} Groups: {', '.join(sorted(GROUPS))}"
-            )
-        elif word == STEP and spec.selector.pattern:
-            message = "'@step' stands for a pattern of its own: give it as op_type."
-        else:
-            return
-        findings.add(
-            Reason.ERROR_REASON_UNKNOWN_OP_TYPE if word not in GROUPS else Reason.ERROR_REASON_INVALID_OVERRIDE,
-            f"Override {quote(spec.label)}: {message}",
-            field=spec.field,
-        )
-    elif library.find_op(word) is None:
-        hint = findings.suggest(lambda: op_definitions.suggest(word, library.names()))
-        message = f"Override {quote(spec.label)} is for op type {quote(word)}, which does not exist.{hint}"
-        findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, field=spec.field)
 
 
 def op_types_of(word: str) -> frozenset[str]:
