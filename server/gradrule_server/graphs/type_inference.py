@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gradrule.common import op_definitions, op_inference
 from gradrule.common.dtypes import REF_OFFSET, dtype_name, without_ref
@@ -106,10 +106,9 @@ class TypeInference:
             findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
             return False
         is_function = node.op in self._library
-        if is_function:
+        if is_function and not op.attrs:
             # Before errors of the node, so that recursion is found in spite of them.
-            body = self._library.body(node.op, node.attrs, where)
-            node.functions = (("f", (body,)),) if body else ()
+            self._find_functions(node, (), where)
         fault = output_count_fault(op, node.attrs, self._limits)
         if fault:
             findings.add(fault[0], f"{where} {fault[1]}.", node.name)
@@ -122,8 +121,7 @@ class TypeInference:
         node.attrs, node.outputs = self._shared(node, completed), completed.outputs
         node.unsupported = why_unsupported(node, op, in_function=bool(self._body.name))
         self._check_values(node, op, where)
-        if not is_function:
-            self._find_functions(node, types, where)
+        self._find_functions(node, types, where)
         # A full list of findings does not grow, so new findings cannot be detected; do not share the result then.
         return not node.functions and not is_function and not findings.all[found:] and not findings.full
 
@@ -194,7 +192,11 @@ class TypeInference:
         for reason, what in faults:
             self._findings.add(reason, f"{where} {what}.", node.name)
 
-    def _find_functions(self, node: Node, types: list[int], where: str) -> None:
+    def _find_functions(self, node: Node, types: Sequence[int], where: str) -> None:
+        if node.op in self._library:
+            body = self._library.body(node.op, node.attrs, where)
+            node.functions = (("f", (body,)),) if body else ()
+            return
         attrs = ("f",) if node.op in CALLS else CONTAINERS.get(node.op)
         if attrs is None:
             return
@@ -211,7 +213,7 @@ class TypeInference:
             node.functions = tuple(found)
             self._check_signatures(node, types, where)
 
-    def _check_signatures(self, node: Node, types: list[int], where: str) -> None:
+    def _check_signatures(self, node: Node, types: Sequence[int], where: str) -> None:
         outputs = list(node.outputs or ())
         args = types if node.op in CALLS or node.op in LOOPS else types[1:]
         for attr, bodies in node.functions:
