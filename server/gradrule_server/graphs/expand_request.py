@@ -107,10 +107,6 @@ class Expanded:
     # If `with_updates` was set: the tensor with the new value, by name of the variable.
     updates: dict[str, str] = field(default_factory=dict)
 
-    def dtype_of(self, name: str) -> Dt.ValueType:
-        """Returns the element type of a requested tensor."""
-        return self.dtypes[name]
-
 
 _SHOWN = 10
 

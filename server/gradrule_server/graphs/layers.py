@@ -118,10 +118,10 @@ class _BodyLayers:
     """Finds the layers of one body."""
 
     def __init__(self, body: Body, context: ResolutionContext) -> None:
-        self._body = body
+        self.body = body
         self._context = context
-        self._order = context.orders.get(body)
-        self._position = {index: place for place, index in enumerate(self._order)}
+        self.order = context.orders.get(body)
+        self._position = {index: place for place, index in enumerate(self.order)}
         self._results = {producer for producer, _ in body.results}
         self._kept = {ref[0] for ref in context.kept(body)}
         self._consumers = self._gradient_consumers()
@@ -129,7 +129,7 @@ class _BodyLayers:
 
     def find(self) -> Iterator[Layer]:
         """Yields linear layers first, so that a bias is not part of a later layer."""
-        for index in self._order:
+        for index in self.order:
             layer = self._linear(index) or self._batch_norm(index)
             if layer is not None:
                 self._taken.update(layer.members)
@@ -140,7 +140,7 @@ class _BodyLayers:
 
     def changes(self, ref: Ref) -> bool:
         """Returns whether a tensor is one of the xs or depends on one."""
-        return self._context.changes(self._body, ref)
+        return self._context.changes(self.body, ref)
 
     def consumers(self, index: int) -> Sequence[int]:
         """Returns the nodes that use more of a node than its shape, and that the ys depend on."""
@@ -148,41 +148,31 @@ class _BodyLayers:
 
     def is_inner(self, index: int) -> bool:
         """Returns whether only nodes use the outputs of a node, and not the request or the caller of a function."""
-        return index not in self._results and index not in self._kept and self._body.nodes[index].op != ARG
+        return index not in self._results and index not in self._kept and self.body.nodes[index].op != ARG
 
     def is_needed(self, index: int) -> bool:
         """Returns whether the ys depend on a node."""
-        return id(self._body.nodes[index]) in self._context.before_ys
+        return id(self.body.nodes[index]) in self._context.before_ys
 
     def is_free(self, index: int) -> bool:
         """Returns whether a node can be part of a further layer."""
-        return index not in self._taken and self._context.number(self._body, index) >= 0
-
-    @property
-    def body(self) -> Body:
-        """The body."""
-        return self._body
-
-    @property
-    def order(self) -> Sequence[int]:
-        """Node indices in topological order."""
-        return self._order
+        return index not in self._taken and self._context.number(self.body, index) >= 0
 
     def sorted(self, members: set[int]) -> tuple[int, ...]:
         """Returns node indices in topological order."""
         return tuple(sorted(members, key=self._position.__getitem__))
 
     def _gradient_consumers(self) -> list[list[int]]:
-        nodes, before_ys = self._body.nodes, self._context.before_ys
+        nodes, before_ys = self.body.nodes, self._context.before_ys
         return [
             [index for index in found if nodes[index].op not in _READS_SHAPE and id(nodes[index]) in before_ys]
-            for found in consumers_of(self._body)
+            for found in consumers_of(self.body)
         ]
 
     # Linear layers.
 
     def _linear(self, index: int) -> Layer | None:
-        node = self._body.nodes[index]
+        node = self.body.nodes[index]
         if node.op not in _OPERANDS or not self.is_free(index):
             return None
         operands = [node.inputs[number] for number in _OPERANDS[node.op] if number < len(node.inputs)]
@@ -192,7 +182,7 @@ class _BodyLayers:
         if number is None:
             return None
         data, weights = operands[1 - number], operands[number]
-        channels = output_channels(self._body, node, _OPERANDS[node.op][number])
+        channels = output_channels(self.body, node, _OPERANDS[node.op][number])
         members, bias = [index], None
         for last, user, place in self._moved_to(index):
             other = self._bias(user, place, channels)
@@ -203,15 +193,15 @@ class _BodyLayers:
         if CONVOLUTION in kinds:
             paddings = self._paddings(index, data)
             if paddings:
-                members, data = [*paddings, *members], self._body.nodes[paddings[0]].inputs[0]
-        return Layer(frozenset(kinds), self._body, tuple(members), (data, weights, *([] if bias is None else [bias])))
+                members, data = [*paddings, *members], self.body.nodes[paddings[0]].inputs[0]
+        return Layer(frozenset(kinds), self.body, tuple(members), (data, weights, *([] if bias is None else [bias])))
 
     def _paddings(self, convolution: int, data: Ref) -> list[int]:
         """Returns the nodes that pad the data of a convolution, and the ops between them that only move elements.
 
         Producers come first.
         """
-        nodes, user = self._body.nodes, convolution
+        nodes, user = self.body.nodes, convolution
         found: list[int] = []
         members: list[int] = []
         while data[1] == 0 and self.is_inner(data[0]) and self.is_free(data[0]):
@@ -229,21 +219,21 @@ class _BodyLayers:
 
     def _is_within(self, index: int, convolution: int) -> bool:
         """Returns whether a node is in the name scope of a convolution."""
-        scope, _, _ = self._body.nodes[index].name.rpartition("/")
-        return bool(scope) and self._body.nodes[convolution].name.startswith(f"{scope}/")
+        scope, _, _ = self.body.nodes[index].name.rpartition("/")
+        return bool(scope) and self.body.nodes[convolution].name.startswith(f"{scope}/")
 
     def _batch_norm(self, index: int) -> Layer | None:
-        node = self._body.nodes[index]
+        node = self.body.nodes[index]
         if node.op not in _BATCH_NORMS or not self.is_free(index) or not self.changes(node.inputs[0]):
             return None
-        return Layer(frozenset({BATCH_NORM}), self._body, (index,), (node.inputs[0],))
+        return Layer(frozenset({BATCH_NORM}), self.body, (index,), (node.inputs[0],))
 
     def _moved_to(self, index: int) -> Iterator[tuple[list[int], int, int]]:
         """Yields, from a node on, the nodes so far, their only consumer, and the number of its input.
 
         Goes on as long as the consumer only moves elements.
         """
-        nodes, members = self._body.nodes, [index]
+        nodes, members = self.body.nodes, [index]
         while self.is_inner(members[-1]):
             users = self.consumers(members[-1])
             if len(users) != 1 or not self.is_free(users[0]):
@@ -259,13 +249,13 @@ class _BodyLayers:
 
     def _bias(self, user: int, place: int, channels: int | None) -> Ref | None:
         """Returns the bias if a node adds one to its input number `place`. `channels`: None if unknown."""
-        node = self._body.nodes[user]
+        node = self.body.nodes[user]
         if node.op == "BiasAdd":
             return node.inputs[1] if place == 0 else None
         if node.op not in PLAIN_ADDS or len(node.inputs) != 2:
             return None
         other = node.inputs[1 - place]
-        shape = static_shape(self._body, other)
+        shape = static_shape(self.body, other)
         if self.changes(other):
             # Else it is data that is added, such as a skip connection.
             return other if self._is_x(other) and shape is not None and math.prod(shape) == channels else None
@@ -282,7 +272,7 @@ class _BodyLayers:
         changing = [self.changes(ref) for ref in operands]
         if not all(changing):
             return changing.index(False) if any(changing) else None
-        first, second = (self._context.xs_behind(self._body, ref) for ref in operands)
+        first, second = (self._context.xs_behind(self.body, ref) for ref in operands)
         are_xs = [self._is_x(ref) for ref in operands]
         if are_xs[0] != are_xs[1]:
             number = are_xs.index(True)
@@ -293,9 +283,9 @@ class _BodyLayers:
     def _is_x(self, ref: Ref) -> bool:
         """Returns whether a tensor is one of the xs, as it is, cast, or in another shape."""
         for _ in range(_MAX_OPS):
-            if self._context.is_x(self._body, ref):
+            if self._context.is_x(self.body, ref):
                 return True
-            node = self._body.nodes[ref[0]]
+            node = self.body.nodes[ref[0]]
             if node.op not in _PASSES_ON or not node.inputs:
                 return False
             ref = node.inputs[0]

@@ -241,4 +241,4 @@ def _direction_hint(kind: Kind.ValueType) -> str:
 
 
 def _has_derivatives(expanded: Expanded, x: str) -> bool:
-    return expanded.dtype_of(x) in DIFFERENTIABLE - _CARRIERS
+    return expanded.dtypes[x] in DIFFERENTIABLE - _CARRIERS

@@ -30,7 +30,7 @@ def test_attributes_that_follow_from_inputs_are_filled_in() -> None:
     expanded = expand(graph(placeholder(), node("y", "AddN", "x", "x")), ["y"])
     attrs = nodes_of(expanded)["y"].attr
     assert (attrs["T"].type, attrs["N"].i) == (Dt.DT_FLOAT, 2)
-    assert expanded.dtype_of("y") == Dt.DT_FLOAT
+    assert expanded.dtypes["y"] == Dt.DT_FLOAT
 
 
 @pytest.mark.parametrize("data", [b"garbage", b"\x0a\xff", b"\x0a\x03\x0a\x01\xff"])

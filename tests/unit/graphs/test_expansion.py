@@ -102,7 +102,7 @@ def test_inputs_have_type_shape_and_default() -> None:
     ]
     assert plain.inputs[0].shape == shape
     assert plain.inputs[1].shape.unknown_rank
-    assert plain.dtype_of("y:0") == Dt.DT_FLOAT
+    assert plain.dtypes["y:0"] == Dt.DT_FLOAT
     fed = expand(made, ["y"], fed=["d"])
     assert [(item.name, item.optional) for item in fed.inputs] == [("n", False), ("d", False)]
     assert fed.inputs[1].shape == shape
