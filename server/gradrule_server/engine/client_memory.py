@@ -10,8 +10,8 @@ import contextlib
 import mmap
 import os
 import threading
+import time
 import weakref
-from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,14 +36,10 @@ class CopyBuffers:
     """Provides page-aligned buffers, reuses those that nothing refers to, and frees unused ones later. Thread-safe."""
 
     def __init__(self) -> None:
-        # The finalizer of a buffer may run in any thread at any time, so it uses no lock.
-        self._returned: deque[mmap.mmap] = deque()
         self._free: list[mmap.mmap] = []
         self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
         self._was_used = False
-        # Number of buffers in use.
-        self._out = 0
+        self._expiry: threading.Thread | None = None
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """Returns a buffer of `size` bytes with undefined content. Raises `MemoryError`."""
@@ -52,13 +48,13 @@ class CopyBuffers:
         length = -(-size // _ROUND_BYTES) * _ROUND_BYTES
         with self._lock:
             self._was_used = True
-            self._collect()
+            if self._expiry is None:
+                self._expiry = threading.Thread(target=self._expire_regularly, daemon=True)
+                self._expiry.start()
             found = next((each for each in self._free if length <= len(each) <= 2 * length), None)
             if found is not None:
                 self._free.remove(found)
         memory = _new(length) if found is None else found
-        with self._lock:
-            self._out += 1
         whole = np.frombuffer(memory, np.uint8)
         # An array made from an instance of a subclass keeps that instance alive, not the base of the instance.
         buffer: NDArray[np.uint8] = _Buffer(size, np.uint8, whole)
@@ -66,29 +62,19 @@ class CopyBuffers:
         return buffer
 
     def _return(self, memory: mmap.mmap) -> None:
-        self._returned.append(memory)
+        # The finalizer of a buffer may run in any thread at any time, so it uses no lock.
+        if sum(map(len, self._free)) + len(memory) <= _MAX_FREE_BYTES:
+            self._free.append(memory)
 
-    def _collect(self) -> None:
-        kept = sum(map(len, self._free))
-        while self._returned:
-            memory = self._returned.popleft()
-            self._out -= 1
-            kept += len(memory)
-            if kept <= _MAX_FREE_BYTES:
-                self._free.append(memory)
-            else:
-                kept -= len(memory)
-        if self._timer is None and (self._free or self._was_used or self._out):
-            self._timer = threading.Timer(_FREE_AFTER_S, self._expire)
-            self._timer.daemon = True
-            self._timer.start()
+    def _expire_regularly(self) -> None:
+        while True:
+            time.sleep(_FREE_AFTER_S)
+            self._expire()
 
     def _expire(self) -> None:
+        """Frees the unused buffers if none was taken since the last time."""
         with self._lock:
-            self._timer = None
             was_used, self._was_used = self._was_used, False
-            # Collects those returned since the last call too, since there may be no further call.
-            self._collect()
             if not was_used:
                 self._free.clear()
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 
 import numpy as np
+import pytest
 
 from gradrule.v1 import evaluate_pb2
+from gradrule_server.engine import client_memory
 from gradrule_server.engine.client_memory import AttachedMemories, CopyBuffers
 from gradrule_server.link.shared_memory import ClientMemory, MemoryChannel, ReceivedMemories
 
@@ -43,11 +46,10 @@ def test_free_buffers_are_freed_after_a_while() -> None:
     gc.collect()
     buffers.take(_BUFFER_BYTES)
     gc.collect()
-    assert buffers._free or buffers._returned
+    assert buffers._free
     buffers._expire()
     buffers._expire()
     assert not buffers._free
-    assert not buffers._returned
 
 
 def test_buffer_of_a_single_call_is_freed() -> None:
@@ -55,17 +57,20 @@ def test_buffer_of_a_single_call_is_freed() -> None:
     buffers = CopyBuffers()
     buffer = buffers.take(_BUFFER_BYTES)
     for _ in range(3):
-        assert buffers._timer is not None
-        buffers._timer.cancel()
         buffers._expire()
     del buffer
     gc.collect()
-    assert buffers._timer is not None
-    buffers._timer.cancel()
+    assert buffers._free
     buffers._expire()
     assert not buffers._free
-    assert not buffers._returned
-    assert not buffers._out
+
+
+def test_buffers_expire_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    expired = threading.Event()
+    monkeypatch.setattr(client_memory, "_FREE_AFTER_S", 0.001)
+    monkeypatch.setattr(CopyBuffers, "_expire", lambda _: expired.set())
+    CopyBuffers().take(_BUFFER_BYTES)
+    assert expired.wait(60)
 
 
 _BYTES = 1 << 20
