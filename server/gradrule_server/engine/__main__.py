@@ -20,9 +20,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import NoReturn
 
 from gradrule_server.link import fork_server
@@ -73,33 +70,18 @@ def main() -> int:
             request.close()
 
 
-class _UnusedLibraryFinder(MetaPathFinder):
-    """Reports unused libraries as not installed."""
-
-    def __init__(self) -> None:
-        self.refuses_keras = True
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Raises `ModuleNotFoundError` for a refused module; None leaves it to the other finders."""
-        if fullname in _UNUSED_LIBRARIES or (fullname == _KERAS and self.refuses_keras):
-            raise ModuleNotFoundError(f"engines do not use {fullname}", name=fullname)
-        return None
-
-
 @contextlib.contextmanager
 def without_unused_libraries() -> Iterator[None]:
     """Refuses imports of libraries that engines do not use: Keras within the context, the others from now on.
 
     Only the optimizers of sessions need Keras. They import it with their first step.
     """
-    finder = _UnusedLibraryFinder()
-    sys.meta_path.insert(0, finder)
+    # Python refuses to import a module whose entry is None.
+    sys.modules.update(dict.fromkeys((*_UNUSED_LIBRARIES, _KERAS)))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        finder.refuses_keras = False
+        del sys.modules[_KERAS]
 
 
 def _check_single_thread() -> None:

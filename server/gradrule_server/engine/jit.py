@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -40,7 +40,7 @@ class XlaCall:
     def __init__(self, function: Any, plain: SessionCall | FunctionCall) -> None:
         self._function = function
         self._plain = plain
-        self._compiled: OrderedDict[_Shapes, SessionCall] = OrderedDict()
+        self._compiled = lru_cache(_MAX_SHAPES)(partial(_compiled_call, function))
         self._lock = threading.Lock()
 
     def __call__(self, arrays: Arrays) -> Arrays:
@@ -62,13 +62,7 @@ class XlaCall:
     def _call_for(self, arrays: Arrays) -> SessionCall:
         shapes = tuple([tuple(array.shape) for array in arrays])
         with self._lock:
-            found = self._compiled.get(shapes)
-            if found is None:
-                found = self._compiled[shapes] = _compiled_call(self._function, arrays)
-                if len(self._compiled) > _MAX_SHAPES:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(shapes)
-        return found
+            return self._compiled(shapes)
 
 
 def check_xla(graph: tf.Graph) -> None:
@@ -110,12 +104,12 @@ def _refusal(op: tf.Operation) -> str:
     return ""
 
 
-def _compiled_call(function: Any, arrays: Arrays) -> SessionCall:
+def _compiled_call(function: Any, shapes: _Shapes) -> SessionCall:
     """Returns a call of a function that XLA compiles at its first run, for arguments of these shapes.
 
     It runs in a session of its own: what XLA compiled is freed with the session.
     """
-    specs = [tf.TensorSpec(array.shape, tensor.dtype) for array, tensor in zip(arrays, function.inputs, strict=True)]
+    specs = [tf.TensorSpec(shape, tensor.dtype) for shape, tensor in zip(shapes, function.inputs, strict=True)]
 
     def run(*arguments: tf.Tensor) -> Any:
         return function(*arguments)

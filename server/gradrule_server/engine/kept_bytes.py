@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -47,33 +48,23 @@ def _eager_bytes(tensor: tf.Tensor) -> int:
 def _variant_bytes(tensor: tf.Tensor, index: int) -> int:
     """Returns the bytes of one variant: a list or an optional; 0 for anything else."""
     variant = tf.reshape(tensor, [-1])[index] if tensor.shape.rank else tensor
-    try:
-        length = int(tf.raw_ops.TensorListLength(input_handle=variant))
-    except tf.errors.InvalidArgumentError:
-        return _optional_bytes(variant)
+    for dtype in _VARIANT_ITEM_DTYPES:
+        for measure in (_list_bytes, _optional_bytes):
+            with contextlib.suppress(tf.errors.InvalidArgumentError):
+                return measure(variant, dtype)
+    return 0
+
+
+def _list_bytes(variant: tf.Tensor, dtype: tf.DType) -> int:
+    length = int(tf.raw_ops.TensorListLength(input_handle=variant))
     if not length:
         return 0
-    for dtype in _VARIANT_ITEM_DTYPES:
-        try:
-            first = tf.raw_ops.TensorListGetItem(input_handle=variant, index=0, element_shape=-1, element_dtype=dtype)
-        except tf.errors.InvalidArgumentError:
-            continue
-        return length * _eager_bytes(first)
-    return 0
+    item = tf.raw_ops.TensorListGetItem(input_handle=variant, index=0, element_shape=-1, element_dtype=dtype)
+    return length * _eager_bytes(item)
 
 
-def _optional_bytes(variant: tf.Tensor) -> int:
-    try:
-        if not tf.raw_ops.OptionalHasValue(optional=variant):
-            return 0
-    except tf.errors.InvalidArgumentError:
+def _optional_bytes(variant: tf.Tensor, dtype: tf.DType) -> int:
+    if not tf.raw_ops.OptionalHasValue(optional=variant):
         return 0
-    for dtype in _VARIANT_ITEM_DTYPES:
-        try:
-            (value,) = tf.raw_ops.OptionalGetValue(
-                optional=variant, output_types=[dtype], output_shapes=[tf.TensorShape(None)]
-            )
-        except tf.errors.InvalidArgumentError:
-            continue
-        return _eager_bytes(value)
-    return 0
+    (value,) = tf.raw_ops.OptionalGetValue(optional=variant, output_types=[dtype], output_shapes=[tf.TensorShape(None)])
+    return _eager_bytes(value)

@@ -24,7 +24,7 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.client_memory import AttachedMemories
 from gradrule_server.engine.memory import limit_memory
 from gradrule_server.engine.sandbox import SandboxRefused, enter_sandbox
-from gradrule_server.engine.service import EngineService, tensorflow_version
+from gradrule_server.engine.service import EngineService
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.link.arena import Arenas
 from gradrule_server.link.framing import LINK_VERSION, FrameSocket, Kind, MainCalls, serve_frames
@@ -70,7 +70,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
         return _REFUSED_EXIT_CODE
     greeting = link_pb2.Greeting(
         link_version=LINK_VERSION,
-        tensorflow_version=tensorflow_version(),
+        tensorflow_version=tf.__version__,
         op_table_digest=_OP_TABLE_DIGEST,
         gradients=_GRADIENTS,
         device=device,

@@ -8,7 +8,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
-import tensorflow as tf
 from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
@@ -204,9 +203,3 @@ def _clear_frames(cause: BaseException | None) -> None:
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__cause__ or cause.__context__
-
-
-def tensorflow_version() -> str:
-    """Returns the version of TensorFlow."""
-    version: str = tf.__version__
-    return version

@@ -328,9 +328,7 @@ def gradients_in(
     """
     if not ys:
         return [None] * len(xs)
-    found: list[Any] = gradients_util._GradientsHelper(
-        list(ys), list(xs), grad_ys=list(grad_ys), stop_gradients=list(xs), src_graph=graph
-    )
+    found = gradients_from(graph, ys, xs, grad_ys, xs, tf.UnconnectedGradients.NONE)
     first = {x.ref(): index for index, x in reversed(list(enumerate(xs)))}
     return [
         gradient if first[x.ref()] == index else None for index, (x, gradient) in enumerate(zip(xs, found, strict=True))

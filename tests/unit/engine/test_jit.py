@@ -69,9 +69,9 @@ def test_each_set_of_shapes_is_compiled_once_and_only_the_last_are_kept(monkeypa
     compiled: list[int] = []
     make = jit._compiled_call
 
-    def counted(function: Any, arrays: Any) -> Any:
-        compiled.append(len(arrays[0]))
-        return make(function, arrays)
+    def counted(function: Any, shapes: Any) -> Any:
+        compiled.append(shapes[0][0])
+        return make(function, shapes)
 
     monkeypatch.setattr(jit, "_compiled_call", counted)
     monkeypatch.setattr(jit, "_MAX_SHAPES", 2)

@@ -12,10 +12,13 @@ import json, os, sys
 from gradrule_server.engine.__main__ import without_unused_libraries
 with without_unused_libraries():
     import gradrule_server.engine.process
-before = {"modules": sorted({name.partition(".")[0] for name in sys.modules} | {"keras.src"} & set(sys.modules)),
-          "threads": len(os.listdir("/proc/self/task"))}
+def imported():
+    # A refused module has an entry that is None.
+    names = {name for name, module in sys.modules.items() if module is not None}
+    return sorted({name.partition(".")[0] for name in names} | {"keras.src"} & names)
+before = {"modules": imported(), "threads": len(os.listdir("/proc/self/task"))}
 import gradrule_server.engine.session_optimizer
-print(json.dumps(before | {"later": sorted({name.partition(".")[0] for name in sys.modules})}))
+print(json.dumps(before | {"later": imported()}))
 """
 _NEVER = {"matplotlib", "pandas", "sklearn", "PIL", "h5py", "scipy"}
 

@@ -9,44 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gradrule_server.engine.code_rules.linear import (
-    feedback_alignment,
-    lrp_0,
-    lrp_alpha_beta,
-    lrp_epsilon,
-    lrp_flat,
-    lrp_gamma,
-    lrp_norm,
-    lrp_wsquare,
-    lrp_zbox,
-    lrp_zplus,
-)
-from gradrule_server.engine.code_rules.nonlinear import (
-    deeplift_rescale,
-    eigh_lorentzian,
-    maxpool_as_avgpool,
-    maxpool_smooth,
-    rectgrad,
-)
+from gradrule_server.engine.code_rules import linear, nonlinear
 from gradrule_server.engine.code_rules.target import CodeRuleFunction
 
 CODE_RULES: Mapping[str, CodeRuleFunction] = MappingProxyType(
     {
-        "lrp_epsilon": lrp_epsilon,
-        "lrp_0": lrp_0,
-        "lrp_zplus": lrp_zplus,
-        "lrp_alpha_beta": lrp_alpha_beta,
-        "lrp_gamma": lrp_gamma,
-        "lrp_zbox": lrp_zbox,
-        "lrp_wsquare": lrp_wsquare,
-        "lrp_flat": lrp_flat,
-        "lrp_norm": lrp_norm,
-        "rectgrad": rectgrad,
-        "deeplift_rescale": deeplift_rescale,
-        "maxpool_as_avgpool": maxpool_as_avgpool,
-        "maxpool_smooth": maxpool_smooth,
-        "feedback_alignment": feedback_alignment,
-        "eigh_lorentzian": eigh_lorentzian,
+        rule.__name__: rule
+        for rule in (
+            linear.lrp_epsilon,
+            linear.lrp_0,
+            linear.lrp_zplus,
+            linear.lrp_alpha_beta,
+            linear.lrp_gamma,
+            linear.lrp_zbox,
+            linear.lrp_wsquare,
+            linear.lrp_flat,
+            linear.lrp_norm,
+            nonlinear.rectgrad,
+            nonlinear.deeplift_rescale,
+            nonlinear.maxpool_as_avgpool,
+            nonlinear.maxpool_smooth,
+            linear.feedback_alignment,
+            nonlinear.eigh_lorentzian,
+        )
     }
 )
 """Rules by their name in the catalogue."""
