@@ -19,8 +19,8 @@ from tensorflow.core.framework import node_def_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.code_rules.target import Gradient
 
-# Attributes that gradrule adds to nodes; no gradient depends on them.
-_OF_GRADRULE = frozenset({"_gradrule_mark", tf_private.GRADIENT_ATTR, "_kernel"})
+# Attributes on which no gradient depends: gradrule's, and one that TensorFlow counts.
+_IGNORED_ATTRS = frozenset({"_gradrule_mark", tf_private.GRADIENT_ATTR, "_kernel", tf_private.WAITED_FOR_ATTR})
 # Gradient functions read values of sizes, axes and permutations only. Longer vectors of integers are indices.
 _MAX_VALUES = 64
 # Ops whose output TensorFlow may know while a graph is built.
@@ -56,7 +56,6 @@ class _Template:
         results: The gradients.
         names_node: Whether a message of an op names the node.
         zeros: Results that are marked as zeros.
-        waited_for: Outer tensors whose ops were named by `tf.control_dependencies`.
         shapes: Steps and outputs of whose shapes Python code had told TensorFlow more than it finds out itself.
         is_checked: Whether `shapes` is complete: after the first use.
     """
@@ -65,7 +64,6 @@ class _Template:
     results: Sequence[Sequence[_Ref | None] | None]
     names_node: bool
     zeros: Sequence[_Ref]
-    waited_for: list[int] = field(default_factory=list)
     shapes: list[tuple[int, int]] = field(default_factory=list)
     is_checked: bool = False
 
@@ -112,12 +110,10 @@ class GradientTemplates:
             self.reused += 1
             return _replay(template, graph, outer)
         start, scope = len(graph.made), graph.get_name_scope()
-        with tf_private.noting_waits(tensor.op for tensor in outer) as waited_for:
-            made = make()
+        made = make()
         if is_pure():
             template = _record(graph.made[start:], scope, outer, made)
             if template is not None:
-                template.waited_for = [number for number, tensor in enumerate(outer) if tensor.op in waited_for]
                 self._add((*key, node) if template.names_node else key, template)
         return made
 
@@ -194,7 +190,7 @@ class Signatures:
             node = self._nodes.get(name)
             found = None
             if node is not None and not tf_private.runs_functions(op.type):
-                own = sorted(set(node.attr) - _OF_GRADRULE)
+                own = sorted(set(node.attr) - _IGNORED_ATTRS)
                 found = repr([(item, node.attr[item].SerializeToString()) for item in own]).encode()
                 found = found if len(found) < 256 else hashlib.sha256(found).digest()
             self._attributes[name] = found
@@ -321,7 +317,6 @@ def _replay(template: _Template, graph: tf_private.RecordingGraph, outer: Sequen
             if place == number:
                 op.outputs[index].set_shape(step.shapes[index])
     template.is_checked = True
-    tf_private.note_waits(outer[number].op for number in template.waited_for)
     for ref in template.zeros:
         tf_private.mark_zero(find(ref))
     return [

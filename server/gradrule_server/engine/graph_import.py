@@ -81,6 +81,7 @@ def import_graph(
             continue
         copy = kept.node.add()
         copy.CopyFrom(node)
+        copy.attr.pop(tf_private.WAITED_FOR_ATTR, None)
         for index, source in reversed(list(enumerate(node.input))):
             if source.startswith("^"):
                 if source[1:] in replaced:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +25,9 @@ GRADIENT_NAME = "gradrule"
 
 GRADIENT_ATTR = "_gradient_op_type"
 """Attribute of an op that names another registered gradient than that of its type."""
+
+WAITED_FOR_ATTR = "_has_manual_control_dependencies"
+"""Attribute of ops that `tf.control_dependencies` named. Nothing but TensorFlow's telemetry reads it."""
 
 _LOOPS = ops_with("loop")
 # Name of the Python attribute in which TensorFlow keeps the graph of a branch, by the number of the branch.
@@ -226,6 +228,13 @@ class RecordingGraph(func_graph.FuncGraph):  # type: ignore[misc]
         self.made.append(op)
         return op
 
+    def control_dependencies(self, control_inputs: Any) -> Any:
+        """As in the base class, but does not mark the ops: a mark distinguishes equal gradients, and only counts."""
+        controller = super().control_dependencies(control_inputs)
+        for op in controller.control_inputs:
+            op._clear_attr(WAITED_FOR_ATTR)
+        return controller
+
     def _create_op_internal(self, *args: Any, **kwargs: Any) -> tf.Operation:
         op = super()._create_op_internal(*args, **kwargs)
         self.made.append(op)
@@ -262,33 +271,6 @@ def callable_function(graph: RecordingGraph) -> Any:
         graph.structured_input_signature, graph.structured_outputs, graph.function_captures.capture_types
     )
     return concrete_function.ConcreteFunction.from_func_graph(graph, kind, {})
-
-
-_WAITED_FOR = "_has_manual_control_dependencies"
-
-
-@contextlib.contextmanager
-def noting_waits(ops: Iterable[tf.Operation]) -> Iterator[list[tf.Operation]]:
-    """Yields a list that receives those of the ops that `tf.control_dependencies` names within the context.
-
-    TensorFlow notes that as an attribute of the op, which its graph optimizer reads.
-    """
-    distinct = {id(op): op for op in ops}.values()
-    before = [op for op in distinct if _WAITED_FOR in op.node_def.attr]
-    for op in before:
-        op._clear_attr(_WAITED_FOR)
-    named: list[tf.Operation] = []
-    try:
-        yield named
-    finally:
-        named += [op for op in distinct if _WAITED_FOR in op.node_def.attr]
-        note_waits(before)
-
-
-def note_waits(ops: Iterable[tf.Operation]) -> None:
-    """Notes at ops that `tf.control_dependencies` named them."""
-    for op in ops:
-        op._set_attr(_WAITED_FOR, attr_value_pb2.AttrValue(b=True))
 
 
 def is_marked_zero(value: tf.Tensor) -> bool:

@@ -91,6 +91,16 @@ def test_ops_in_loops_and_branches_of_gradients_use_gradrule() -> None:
     assert sorted(seen) == ["_body_graph", "_cond_graph", "_false_graph", "_true_graph"]
 
 
+def test_ops_that_others_wait_for_have_no_mark() -> None:
+    def function(x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.control_dependencies([tf.tanh(x)]), tf.control_dependencies(None), tf.control_dependencies([x]):
+            return [tf.identity(x)]
+
+    ops = tf_private.trace(function, [tf.TensorSpec([])], is_stateful=False).get_operations()
+    assert any(op.type == "Tanh" for op in ops)
+    assert not any(tf_private.WAITED_FOR_ATTR in op.node_def.attr for op in ops)
+
+
 def test_gradients_built_in_another_graph_are_called_with_other_captures() -> None:
     kept = []
 
