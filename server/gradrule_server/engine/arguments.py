@@ -316,22 +316,31 @@ class ArgumentReader:
             found += _read_params(built, request.params)
         return CallArguments(found, layout.packing, None if memory is None else memory.answer_area)
 
-    def grad_ys(self, parts: CallParts, inputs: Sequence[Input], built: BuiltProgram, blob_folder: str) -> list[Any]:
-        """Returns the upstream gradients of a pull-back as arrays; stacked ones have the same size on axis 0.
+    def grad_ys(
+        self, built: BuiltProgram, header: evaluate_pb2.EvaluateHeader, parts: CallParts, blob_folder: str
+    ) -> dict[int, tf.Tensor]:
+        """Returns the upstream gradients of a pull-back by the index of their y.
 
-        Args:
-            parts: The parts of the call.
-            inputs: The ys that it names.
-            built: Gives the limits.
-            blob_folder: As in `PullBackRequest`.
+        Raises INVALID_DERIVATIVE for a name of no y, FEED_SHAPE if stacked ones have different sizes on axis 0.
         """
-        header = evaluate_pb2.EvaluateHeader.FromString(parts.header)
+        ys = {spec.name.removesuffix(":0"): index for index, spec in enumerate(built.specs["ys"])}
+        given = [item.name.removesuffix(":0") for item in header.grad_ys]
+        for name in given:
+            if name not in ys or given.count(name) > 1:
+                why = "twice" if name in ys else f"which is none of the ys: {', '.join(ys)}"
+                raise error(
+                    errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r} {why}", field="grad_ys"
+                )
+        inputs = [Input.of(built.specs["ys"][ys[name]]) for name in given]
         if header.stacked_grad_ys:
             inputs = [stacked_input(item) for item in inputs]
             check_stacks(header.grad_ys)
         groups = [InputGroup("grad_ys", "grad_y", inputs)]
         layout = CallLayout(header, groups, built.max_rank, built.max_unpacking)
-        return layout.read(parts, None, self._blobs.for_folder(blob_folder), NO_STATE)
+        arrays = layout.read(parts, None, self._blobs.for_folder(blob_folder), NO_STATE)
+        return {
+            ys[name]: tf.constant(array, item.dtype) for name, item, array in zip(given, inputs, arrays, strict=True)
+        }
 
 
 def parts_of(values: Buffer) -> CallParts:

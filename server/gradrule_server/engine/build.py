@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
-from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
+from gradrule.v1 import evaluate_pb2, override_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import FeedPlan
 from gradrule_server.engine.backward import TwoPartProgram
@@ -17,7 +17,7 @@ from gradrule_server.engine.checks import check_ops
 from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.jit import XlaCall, check_xla
 from gradrule_server.engine.memory import check_memory
-from gradrule_server.engine.program import BuiltProgram, FunctionCall, Input, ParamInput, create_graph_call, shape_from
+from gradrule_server.engine.program import BuiltProgram, FunctionCall, Input, ParamInput, create_graph_call
 from gradrule_server.engine.trace import Trace, import_tensors
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import ops_with
@@ -63,8 +63,8 @@ def _start_build(
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
     built = BuiltProgram(
         inputs=[
-            *(_create_input(spec, None) for spec in request.inputs),
-            *(_create_input(item.spec, value) for item, value in zip(request.variables, values, strict=True)),
+            *(Input.of(spec) for spec in request.inputs),
+            *(Input.of(item.spec, value) for item, value in zip(request.variables, values, strict=True)),
         ],
         aliases=dict(request.input_aliases),
         params=[
@@ -148,10 +148,6 @@ def _add_fed_inputs(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.Gr
 
 def _stacked(item: Input, built: BuiltProgram) -> tf.TensorShape:
     return tf.TensorShape([None]).concatenate(item.shape) if built.stacked else item.shape
-
-
-def _create_input(spec: tensor_pb2.TensorSpec, default: tf.Tensor | None) -> Input:
-    return Input(spec.name, tf.as_dtype(spec.dtype), shape_from(spec.shape), default)
 
 
 def _is_stateful(graph_def: tf_graph_pb2.GraphDef) -> bool:

@@ -157,6 +157,11 @@ class Input:
     shape: tf.TensorShape
     default: tf.Tensor | None = None
 
+    @classmethod
+    def of(cls, spec: tensor_pb2.TensorSpec, default: tf.Tensor | None = None) -> Input:
+        """Returns the argument for a tensor that a message describes."""
+        return cls(spec.name, tf.as_dtype(spec.dtype), shape_from(spec.shape), default)
+
 
 @dataclass(frozen=True, slots=True)
 class ParamInput:

@@ -19,11 +19,10 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader, CallArguments, parts_of, read_packing
 from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.kept_bytes import saved_bytes
-from gradrule_server.engine.program import Arrays, BuiltProgram, Input, shape_from
+from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.engine.response_writer import ResponseWriter, results_of
 from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 from gradrule_server.errors import error
-from gradrule_server.link.call_parts import CallParts
 from gradrule_server.link.framing import Buffer
 from gradrule_server.link.messages import ReceivedRequest
 from gradrule_server.link.v1 import link_pb2
@@ -125,7 +124,7 @@ class ForwardRuns:
         parts = parts_of(received.values)
         header = evaluate_pb2.EvaluateHeader.FromString(parts.header)
         stacked = header.stacked_grad_ys
-        grad_ys = self._read_grad_ys(header, parts, built, request.blob_folder)
+        grad_ys = self._reader.grad_ys(built, header, parts, request.blob_folder)
         with tf_private.on_calling_thread() if built.small else contextlib.nullcontext():
             try:
                 gradients = two_parts.backward(forward_run.saved, grad_ys, stacked=stacked)
@@ -145,27 +144,3 @@ class ForwardRuns:
                 self._released[name] = None
                 while len(self._released) > _MAX_RELEASED:
                     self._released.popitem(last=False)
-
-    def _read_grad_ys(
-        self, header: evaluate_pb2.EvaluateHeader, parts: CallParts, built: BuiltProgram, blob_folder: str
-    ) -> dict[int, tf.Tensor]:
-        """Returns upstream gradients by the index of their y. Raises INVALID_DERIVATIVE for any other name."""
-        ys = {_short_name(spec.name): index for index, spec in enumerate(built.specs["ys"])}
-        given = [_short_name(item.name) for item in header.grad_ys]
-        for name in given:
-            if name not in ys or given.count(name) > 1:
-                why = "twice" if name in ys else f"which is none of the ys: {', '.join(ys)}"
-                raise error(
-                    errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r} {why}", field="grad_ys"
-                )
-        specs = [built.specs["ys"][ys[name]] for name in given]
-        inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_from(spec.shape)) for spec in specs]
-        arrays = self._reader.grad_ys(parts, inputs, built, blob_folder)
-        return {
-            ys[name]: tf.constant(array, item.dtype) for name, item, array in zip(given, inputs, arrays, strict=True)
-        }
-
-
-def _short_name(name: str) -> str:
-    """Returns the short name of a tensor: `y` for `y:0`."""
-    return name.removesuffix(":0")
