@@ -93,10 +93,10 @@ async def _start(settings: Settings, stops: contextlib.AsyncExitStack) -> GrpcSe
     stops.callback(store.close)
     if store.is_shared:
         # On a thread of its own: a database that is away must not delay the check of credentials.
-        stops.enter_context(PeriodicChecks(_APPLY_CHANGES_EVERY_S, store.check))
+        stops.enter_context(PeriodicChecks(_APPLY_CHANGES_EVERY_S, store.database.check))
         stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, reload))
     else:
-        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check, reload))
+        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.database.check, reload))
     stops.push_async_callback(operations.stop)
     allow_connections(settings.max_connections)
     watch = assembly.create_connection_watch(settings)

@@ -69,7 +69,7 @@ def wait_for_availability(store: Store, *, is_available: bool = True) -> None:
     """Checks the database until it can be used, or cannot."""
 
     def is_reached() -> bool | None:
-        store.check()
+        store.database.check()
         return (not store.database.away) == is_available or None
 
     wait_until(is_reached, "change of the database")
@@ -91,7 +91,7 @@ def test_servers_that_migrate_at_once_migrate_once(
     name = database_url.rpartition("/")[2]
     old = open_another()
     old.add_rule(rule("a"))
-    steps = {"postgresql": {3: ("ALTER TABLE rules ADD COLUMN added INTEGER DEFAULT 7", "SELECT pg_sleep(0.1)")}}
+    steps = {3: ("ALTER TABLE rules ADD COLUMN added INTEGER DEFAULT 7", "SELECT pg_sleep(0.1)")}
     monkeypatch.setattr(schema, "_STEPS", steps)
     for module in (schema, database):
         monkeypatch.setattr(module, "SCHEMA_VERSION", 4)
@@ -296,7 +296,7 @@ def test_more_writers_than_connections_take_turns(open_another: Callable[[], Sto
         row = ProgramRow(f"p{number}", "i", b"", 1)
         for _ in range(3):
             assert store.add_program(row, source)
-            with store.exclusively():
+            with store.database.exclusively():
                 assert store.remove_program(row.id)
 
     at_once(add_program, 20)
@@ -310,7 +310,7 @@ def test_refused_statement_is_reported_once(
     name = database_url.rpartition("/")[2]
     postgres.execute("ALTER TABLE meta RENAME TO moved", database=name)
     for _ in range(3):
-        store.check()
+        store.database.check()
         with pytest.raises(GradruleError, match="cannot be used now") as refusal:
             store.add_rule(rule("a"))
         assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
@@ -330,7 +330,7 @@ def test_number_out_of_range_in_a_statement_of_the_server_is_reported(
     with pytest.raises(GradruleError, match="cannot be used now") as refusal:
         store.add_rule(RuleRow("a", b"definition", "", 1 << 40))
     assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
-    store.check()
+    store.database.check()
     assert "smallint out of range" in store.database.away or "smallint out of range" in caplog.text
     postgres.execute("ALTER TABLE rules ALTER COLUMN create_time_us TYPE bigint", database=name)
     wait_for_availability(store)
@@ -380,7 +380,7 @@ def test_calls_wait_once_for_a_database_that_hangs(
         work = (lambda: store.add_rule(rule(f"r{number}"))) if number % 2 else store.rules
         with pytest.raises(GradruleError) as refusal:
             work()
-        store.check()
+        store.database.check()
         return str(refusal.value)
 
     with postgres.frozen():
@@ -403,7 +403,7 @@ def test_role_that_may_no_longer_log_in_is_reported_once(
         postgres.execute("ALTER ROLE former NOLOGIN", end)
         wait_for_availability(store, is_available=False)
         for _ in range(3):
-            store.check()
+            store.database.check()
             assert store.database.away
         assert len([line for line in caplog.messages if "not permitted to log in" in line]) == 1
         postgres.execute("ALTER ROLE former LOGIN")
@@ -463,7 +463,7 @@ def test_server_with_fewer_connections_than_it_wants_goes_on(
                 assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
             # The other connection is used by one call after the other.
             store.add_rule(rule("b"))
-            store.check()
+            store.database.check()
             assert not store.database.away
         assert len(store.rules()) == 2
     assert len([line for line in caplog.messages if "too few connections" in line]) == 1
@@ -513,7 +513,7 @@ def test_database_that_is_away_is_reported_once(
     postgres.stop()
     try:
         for _ in range(5):
-            store.check()
+            store.database.check()
         with pytest.raises(GradruleError, match="cannot be used now; try again"):
             store.rules()
         [line] = caplog.messages

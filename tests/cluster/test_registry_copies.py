@@ -148,7 +148,7 @@ def test_backup_does_not_migrate(
     database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tmp_path, database_url)
-    monkeypatch.setattr(schema, "_STEPS", {"postgresql": {3: ("ALTER TABLE rules ADD COLUMN added INTEGER",)}})
+    monkeypatch.setattr(schema, "_STEPS", {3: ("ALTER TABLE rules ADD COLUMN added INTEGER",)})
     with monkeypatch.context() as newer:
         for module in (schema, database):
             newer.setattr(module, "SCHEMA_VERSION", 4)

@@ -377,7 +377,7 @@ def _install(entries: Iterable[_Entry], target: RegistryPlace) -> None:
             files = BlobStore(Path(made, BLOBS) if target.blobs_url else data_dir / BLOBS, sys.maxsize)
             _add(entries, staged, target, files)
             if target.url:
-                with _opened(target) as store, store.exclusively():
+                with _opened(target) as store, store.database.exclusively():
                     _check_unused(store, target)
                     _add(_read_rows(staged, Report()), store, target, files)
         if not target.url:

@@ -12,7 +12,7 @@ import logging
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,10 @@ class PostgresDatabase(Database):
         self._warning = RepeatedWarning(_log)
         self._connections_warning = RepeatedWarning(_log)
         self._state = threading.Lock()
-        # When a call may try again to connect, and the thread of that call.
+        # When a call may try again to connect.
         self._probe_at = 0.0
-        self._prober = 0
         self._folder_lock = None if folder is None else _lock_folder(folder)
-        self._engine = _create_engine(url, self._check_probe)
+        self._engine = _create_engine(url)
         # One snapshot for all queries of a transaction.
         options: Mapping[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         self._reader = self._engine.execution_options(**options)
@@ -206,15 +205,7 @@ class PostgresDatabase(Database):
                 if time.monotonic() < self._probe_at:
                     raise _unavailable("cannot be used now")
                 # Other calls wait for the outcome of this one.
-                self._probe_at, self._prober = time.monotonic() + _WAIT_S, threading.get_ident()
-
-    def _check_probe(self) -> None:
-        """Raises UNAVAILABLE if the database is away and this thread does not try if it is back.
-
-        Calls that waited for a connection meanwhile would otherwise each wait for a new connection.
-        """
-        if self.away and self._prober != threading.get_ident():
-            raise _unavailable("cannot be used now")
+                self._probe_at = time.monotonic() + _WAIT_S
 
     def _disconnect(self) -> None:
         """Closes the connections that are not in use; others are closed when their thread returns them."""
@@ -223,7 +214,7 @@ class PostgresDatabase(Database):
     def _set_away(self, reason: str) -> None:
         with self._state:
             super()._set_away(reason)
-            self._probe_at, self._prober = time.monotonic() + _RETRY_S, 0
+            self._probe_at = time.monotonic() + _RETRY_S
 
     @contextmanager
     def _time_for(self, connection: Connection, size: int) -> Iterator[None]:
@@ -297,17 +288,11 @@ class _BinaryCursor(psycopg.Cursor[Any]):
         self.format = Format.BINARY
 
 
-def _create_engine(url: str, check: Callable[[], None]) -> Engine:
-    """Returns a pool of at most `_CONNECTIONS` connections; it connects when a connection is needed.
-
-    Args:
-        url: The URL of the database.
-        check: Called before each attempt to connect; what it raises is raised instead.
-    """
+def _create_engine(url: str) -> Engine:
+    """Returns a pool of at most `_CONNECTIONS` connections; it connects when a connection is needed."""
     check_url(url)
 
     def connect() -> _BoundedConnection:
-        check()
         connection: _BoundedConnection = _BoundedConnection.connect(
             **_connect_arguments(url), prepare_threshold=None, cursor_factory=_BinaryCursor
         )

@@ -152,7 +152,7 @@ class RuleRegistry:
                 raise GradruleError(refused)
         row = RuleRow(name, definition.SerializeToString(deterministic=True), description, time.time_ns() // 1000)
         with self._changing:
-            with self._store.exclusively():
+            with self._store.database.exclusively():
                 self._read_changes()
                 names = self._names
                 holder = names.find(name)
@@ -227,7 +227,7 @@ class RuleRegistry:
         """Deletes a USER rule. Raises RULE_READ_ONLY for other rules, and UNKNOWN_RULE."""
         bare = name.removeprefix(RULE_PREFIX)
         with self._changing:
-            with self._store.exclusively():
+            with self._store.database.exclusively():
                 self._read_changes()
                 entry = None if bare in self._unreadable else self.find(bare)
                 if entry is None and bare not in self._unreadable:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,50 +93,37 @@ class Store:
     """
 
     def __init__(self, database: Database | Path) -> None:
-        self._database = open_database("", database) if isinstance(database, Path) else database
+        self.database = open_database("", database) if isinstance(database, Path) else database
         # Fetches rows a few at a time. SQLite does so anyway, one at a time.
         self._streamed: dict[str, Any] = {"stream_results": True, "max_row_buffer": 16} if self.is_shared else {}
 
     @property
     def is_shared(self) -> bool:
         """Whether other servers may change the rows."""
-        return self._database.is_shared
-
-    @property
-    def database(self) -> Database:
-        """The database, for backups and for the limits on shared blobs."""
-        return self._database
+        return self.database.is_shared
 
     def close(self) -> None:
         """Closes the database."""
-        self._database.close()
-
-    def check(self) -> None:
-        """Checks the database, see `Database.check`; called at intervals."""
-        self._database.check()
-
-    def exclusively(self) -> AbstractContextManager[None]:
-        """Lets no other server write within the context, see `Database.exclusively`."""
-        return self._database.exclusively()
+        self.database.close()
 
     def registry_id(self) -> str:
         """Returns the id of the registry."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return read_meta(connection, "registry_id") or ""
 
     def tenants(self) -> list[str]:
         """Returns the tenants that have ever stored a rule or a program, ordered by name."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return sorted(read_usage(connection))
 
     def usage(self, tenants: Collection[str]) -> dict[str, Usage]:
         """Returns what tenants have stored; those that never stored anything are left out."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return read_usage(connection, tenants)
 
     def total_usage(self) -> Usage:
         """Returns what all tenants have stored together."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return read_total(connection)
 
     def rules(self, tenant: str = DEFAULT_TENANT, names: Collection[str] | None = None) -> list[RuleRow]:
@@ -152,7 +138,7 @@ class Store:
             query = query.where(rules.c.name.in_(names))
         # Row by row: all rules together may be larger than the memory.
         with (
-            self._database.read() as connection,
+            self.database.read() as connection,
             connection.execute(query.execution_options(**self._streamed)) as found,
         ):
             for row in found:
@@ -161,7 +147,7 @@ class Store:
     def rule_times(self, tenant: str) -> dict[str, int]:
         """Returns when each rule of a tenant was created, microseconds since 1970."""
         query = select(rules.c.name, rules.c.create_time_us).where(rules.c.tenant == tenant)
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return {row.name: row.create_time_us for row in connection.execute(query)}
 
     def add_rule(
@@ -175,8 +161,8 @@ class Store:
             replaces: Whether to remove a rule of this name first.
             quotas: The tenant's limits, see `change_usage`.
         """
-        with self._database.write() as connection:
-            self._database.lock(connection)
+        with self.database.write() as connection:
+            self.database.lock(connection)
             freed = _delete_rule(connection, row.name, tenant) if replaces else None
             connection.execute(insert(rules).values(asdict(row) | {"tenant": tenant}))
             change = Usage(int(freed is None), 0, counted_size(row) - (freed or 0), 1)
@@ -190,31 +176,31 @@ class Store:
             if freed is not None:
                 change_usage(connection, tenant, Usage(-1, 0, -freed, 1), quotas)
 
-        self._database.delete(remove)
+        self.database.delete(remove)
 
     def program_identities(self, tenant: str = DEFAULT_TENANT, ids: Collection[str] | None = None) -> dict[str, str]:
         """Returns the identity of each program of a tenant by id: of all, or of those of `ids` that exist."""
         query = select(programs.c.id, programs.c.identity).where(programs.c.tenant == tenant)
         if ids is not None:
             query = query.where(programs.c.id.in_(ids))
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return {row.id: row.identity for row in connection.execute(query)}
 
     def program_keys(self, tenant: str) -> list[tuple[str, str, str]]:
         """Returns id, identity and the graph's SHA-256 of each program of a tenant, ordered by the latter."""
         query = select(programs.c.id, programs.c.identity, programs.c.graph_digest).where(programs.c.tenant == tenant)
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return [tuple(row) for row in connection.execute(query.order_by(programs.c.graph_digest, programs.c.id))]
 
     def program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> ProgramRow | None:
         """Returns the metadata of a program; None if there is none."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             row = connection.execute(_program_rows(tenant).where(programs.c.id == program_id)).one_or_none()
             return None if row is None else ProgramRow(**row._mapping)
 
     def program_keys_of_all(self) -> list[tuple[str, str, str]]:
         """Returns tenant, id and identity of every program."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             rows = connection.execute(select(programs.c.tenant, programs.c.id, programs.c.identity))
             return [tuple(row) for row in rows]
 
@@ -222,7 +208,7 @@ class Store:
         """Returns the spec of a program; None if there is no program of this id and identity."""
         is_meant = _is_program(program_id, identity, tenant)
         size = self._program_bytes(func.length(programs.c.spec), is_meant) if self.is_shared else 0
-        with self._database.read(size) as connection:
+        with self.database.read(size) as connection:
             return connection.execute(select(programs.c.spec).where(is_meant)).scalar_one_or_none()
 
     def programs_after(
@@ -239,7 +225,7 @@ class Store:
         query = _program_rows(tenant).where(programs.c.id > program_id).order_by(programs.c.id).limit(count + 1)
         found: list[ProgramRow] = []
         # Read row by row, so that summaries beyond the limit are not read.
-        with self._database.read() as connection, connection.execute(query.execution_options(**self._streamed)) as rows:
+        with self.database.read() as connection, connection.execute(query.execution_options(**self._streamed)) as rows:
             for row in rows:
                 max_bytes -= len(row.summary) if isinstance(row.summary, bytes) else 0
                 if len(found) == count or (found and max_bytes < 0):
@@ -258,7 +244,7 @@ class Store:
         # Only a server on a network needs time for the size.
         lengths = func.length(blobs.c.content) + func.length(programs.c.spec) + func.length(programs.c.snapshot)
         size = self._program_bytes(lengths, is_meant) if self.is_shared else 0
-        with _damage_is_unreadable(), self._database.read(size) as connection:
+        with _damage_is_unreadable(), self.database.read(size) as connection:
             row = connection.execute(query.where(is_meant)).one_or_none()
         if row is None:
             return None
@@ -272,7 +258,7 @@ class Store:
 
     def _program_bytes(self, lengths: ColumnElement[int], is_meant: ColumnElement[bool]) -> int:
         query = select(lengths).select_from(programs.join(blobs)).where(is_meant)
-        with _damage_is_unreadable(), self._database.read() as connection:
+        with _damage_is_unreadable(), self.database.read() as connection:
             return connection.execute(query).scalar_one_or_none() or 0
 
     def add_program(
@@ -295,10 +281,10 @@ class Store:
         digest = hashlib.sha256(content.graph).hexdigest()
         size = len(row.summary) + len(content.spec) + len(content.snapshot)
         values = {"tenant": tenant, "graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
-        with contextlib.suppress(_IdTakenError), self._database.write(size + len(content.graph)) as connection:
+        with contextlib.suppress(_IdTakenError), self.database.write(size + len(content.graph)) as connection:
             # A large graph takes long: add it before other servers have to wait.
             is_new = _add_graph(connection, content.graph, digest, tenant)
-            self._database.lock(connection)
+            self.database.lock(connection)
             is_taken = exists().where(programs.c.tenant == tenant, programs.c.id == row.id)
             if connection.execute(select(is_taken)).scalar_one():
                 # Undo the addition of the graph.
@@ -328,7 +314,7 @@ class Store:
             change_usage(connection, tenant, Usage(0, -1, -int(freed) - (graph or 0), 0, 1), quotas)
             return True
 
-        return self._database.delete(remove)
+        return self.database.delete(remove)
 
 
 def _delete_rule(connection: Connection, name: str, tenant: str) -> int | None:

@@ -12,7 +12,7 @@ from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, 
 
 def execute(store: Store, statement: str, **values: Any) -> list[tuple[Any, ...]]:
     """Runs a statement with `:name` parameters and returns its rows."""
-    with store._database.write() as connection:
+    with store.database.write() as connection:
         result = connection.execute(text(statement), values)
         return [tuple(row) for row in result] if result.returns_rows else []
 

@@ -106,7 +106,7 @@ def test_writes_to_a_removed_file_are_refused(
 ) -> None:
     store = Store(kept)
     store.add_rule(rule("Second"))
-    store.check()
+    store.database.check()
     assert not caplog.messages
     aside = kept / "aside"
     (kept / name).rename(aside)
@@ -120,14 +120,14 @@ def test_writes_to_a_removed_file_are_refused(
         assert str(kept) not in refusal.value.message
     since: list[float | None] = []
     for _ in range(3):
-        store.check()
+        store.database.check()
         since.append(store.database.away_since)
     assert since[0] is not None
     assert since == since[:1] * 3
     assert len(caplog.messages) == 1
     assert f"{kept / name} was {'replaced' if is_replaced else 'removed'}" in caplog.text
     aside.rename(kept / name)
-    store.check()
+    store.database.check()
     assert not store.database.away
     assert store.database.away_since is None
     store.add_rule(rule("Third"))
@@ -137,7 +137,7 @@ def test_writes_to_a_removed_file_are_refused(
 
 def test_write_is_not_acknowledged_if_the_file_is_removed_meanwhile(kept: Path) -> None:
     store = Store(kept)
-    with pytest.raises(GradruleError, match="was removed or replaced"), store._database.write():
+    with pytest.raises(GradruleError, match="was removed or replaced"), store.database.write():
         (kept / "gradrule.db").unlink()
     store.close()
 

@@ -34,7 +34,7 @@ def test_only_the_owner_can_access_folder_and_file(tmp_path: Path) -> None:
 
 
 def test_every_connection_is_durable_and_checks_foreign_keys(store: Store) -> None:
-    with store._database.read() as first, store._database.read() as second:
+    with store.database.read() as first, store.database.read() as second:
         for connection in (first, second):
             assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
             assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
@@ -46,10 +46,10 @@ def test_storing_a_graph_does_not_depend_on_other_tenants(store: Store) -> None:
 
     def added(tenant: str) -> int:
         """Pages that keeping the program takes."""
-        with store._database.read() as connection:
+        with store.database.read() as connection:
             before = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         store.add_program(program("p"), content(graph), tenant)
-        with store._database.read() as connection:
+        with store.database.read() as connection:
             return int(connection.exec_driver_sql("PRAGMA page_count").scalar_one()) - before
 
     first, second = added("ada"), added("grace")
@@ -65,7 +65,7 @@ def test_full_disk_is_an_error_and_adds_nothing(tmp_path: Path) -> None:
     Store(tmp_path).close()
     store = Store(tmp_path)
 
-    database = store._database
+    database = store.database
     assert isinstance(database, SqliteDatabase)
 
     @event.listens_for(database._engine, "connect")
