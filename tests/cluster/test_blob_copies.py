@@ -37,7 +37,7 @@ async def served(folder: Path, url: str, blobs_url: str) -> bool:
     """Returns whether a server with an empty cache finds the blobs of `fill`."""
     with opened(folder, url) as store:
         blobs = open_blobs(store, folder, blobs_url)
-        assert len(store.program_keys_of_all()) == 2
+        assert len(store.program_keys()) == 2
         return [
             await content(blobs.for_tenant(tenant), name_of(data)) == data
             for tenant, data in (("default", WEIGHTS), ("ada", MORE))

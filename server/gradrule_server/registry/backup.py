@@ -238,7 +238,7 @@ def _read_rules(store: Store, tenant: str, report: Report) -> Iterator[_Entry]:
 
 def _read_programs(store: Store, tenant: str, report: Report) -> Iterator[_Entry]:
     written, damaged = "", set()
-    for program_id, identity, digest in store.program_keys(tenant):
+    for _, program_id, identity, digest in store.program_keys(tenant):
         report.tenants.add(tenant)
         report.programs += 1
         row = store.program(program_id, tenant)

@@ -187,10 +187,3 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
-
-
-def has_blobs(folder: Path) -> bool:
-    """Returns whether the folder of blobs, or a tenant's folder in it, holds a file."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return any(file for _, _, files in os.walk(folder) for file in files)
-    return False

@@ -27,7 +27,6 @@ _log = logging.getLogger(__name__)
 PROGRAM_PREFIX = "programs/"
 _ID = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _LISTING = "programs"
-_MOST_IDS = 1000
 # Rows have at most 1,000,000,000 bytes in SQLite, values less than 1 GiB in PostgreSQL.
 _MAX_GRAPH_BYTES = 999_000_000
 
@@ -58,7 +57,7 @@ class NeededBlobs:
             # One by one: all specs together, which may hold tensors, may be larger than the memory.
             self._known = {
                 key: self._known[key] if key in self._known else self._read(*key)
-                for key in self._store.program_keys_of_all()
+                for key in (row[:3] for row in self._store.program_keys())
             }
             self._found = {(folder_name(key[0]), name) for key, names in self._known.items() for name in names}
             self._revision = revision
@@ -172,8 +171,7 @@ class ProgramRegistry:
         """Notices which known programs another server has deleted or replaced."""
         with self._lock:
             known = dict(self._known)
-        # Databases limit the number of parameters of a statement.
-        found = self._store.program_identities(self._tenant, list(known) if len(known) <= _MOST_IDS else None)
+        found = self._store.program_identities(self._tenant)
         for program_id, identity in known.items():
             if found.get(program_id) != identity:
                 with self._lock:

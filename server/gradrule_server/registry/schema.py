@@ -159,11 +159,6 @@ def migrate(connection: Connection, version: str | None, before: Callable[[int],
     return True
 
 
-def old_version_path(path: Path, version: int) -> Path:
-    """Returns the path of the copy of a database of an older version."""
-    return path.with_name(f"{path.name}.v{version}")
-
-
 def copy_database(path: Path, to: Path) -> None:
     """Writes a consistent copy of a database, atomically; other processes may write to the database meanwhile.
 

@@ -24,7 +24,7 @@ from gradrule_server.concurrency import RepeatedWarning, TenantSlots, run_in_own
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy import missing_blobs
 from gradrule_server.registry.blob_index import BlobAmount, BlobCacheUse, BlobKey, disk_full, quota_exceeded
-from gradrule_server.registry.data_folder import BLOBS, DISK_FULL_ERRORS, StoreError, has_blobs
+from gradrule_server.registry.data_folder import BLOBS, DISK_FULL_ERRORS, StoreError
 from gradrule_server.registry.database import Database
 from gradrule_server.registry.object_store import (
     ObjectNotFoundError,
@@ -404,7 +404,7 @@ def open_shared_blobs(
             "again, or until their objects are copied there",
             shared.objects.url,
         )
-    if has_blobs(data_dir / BLOBS):
+    if any(path.is_file() for path in (data_dir / BLOBS).rglob("*")):
         _log.warning(
             "the blobs in %s are not used, because --blobs names another place; `gradrule registry copy` copies a "
             "registry with its blobs",

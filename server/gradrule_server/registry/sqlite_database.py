@@ -35,7 +35,7 @@ from gradrule_server.registry.data_folder import (
     sync_to_disk,
 )
 from gradrule_server.registry.database import Database
-from gradrule_server.registry.schema import copy_database, old_version_path
+from gradrule_server.registry.schema import copy_database
 
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ class SqliteDatabase(Database):
 
     def _keep_copy(self, version: int) -> None:
         """Copies the database before it is migrated, for an older server to use."""
-        copy_database(self.path, old_version_path(self.path, version))
+        copy_database(self.path, self.path.with_name(f"{self.path.name}.v{version}"))
 
     def _check_files(self) -> None:
         """Raises UNAVAILABLE if the files were removed or replaced: writes to them would be lost."""

@@ -178,17 +178,17 @@ class Store:
 
         self.database.delete(remove)
 
-    def program_identities(self, tenant: str = DEFAULT_TENANT, ids: Collection[str] | None = None) -> dict[str, str]:
-        """Returns the identity of each program of a tenant by id: of all, or of those of `ids` that exist."""
+    def program_identities(self, tenant: str = DEFAULT_TENANT) -> dict[str, str]:
+        """Returns the identity of each program of a tenant by id."""
         query = select(programs.c.id, programs.c.identity).where(programs.c.tenant == tenant)
-        if ids is not None:
-            query = query.where(programs.c.id.in_(ids))
         with self.database.read() as connection:
             return {row.id: row.identity for row in connection.execute(query)}
 
-    def program_keys(self, tenant: str) -> list[tuple[str, str, str]]:
-        """Returns id, identity and the graph's SHA-256 of each program of a tenant, ordered by the latter."""
-        query = select(programs.c.id, programs.c.identity, programs.c.graph_digest).where(programs.c.tenant == tenant)
+    def program_keys(self, tenant: str | None = None) -> list[tuple[str, str, str, str]]:
+        """Returns tenant, id, identity and the graph's SHA-256 of programs: of a tenant by graph, or of all tenants."""
+        query = select(programs.c.tenant, programs.c.id, programs.c.identity, programs.c.graph_digest)
+        if tenant is not None:
+            query = query.where(programs.c.tenant == tenant)
         with self.database.read() as connection:
             return [tuple(row) for row in connection.execute(query.order_by(programs.c.graph_digest, programs.c.id))]
 
@@ -197,12 +197,6 @@ class Store:
         with self.database.read() as connection:
             row = connection.execute(_program_rows(tenant).where(programs.c.id == program_id)).one_or_none()
             return None if row is None else ProgramRow(**row._mapping)
-
-    def program_keys_of_all(self) -> list[tuple[str, str, str]]:
-        """Returns tenant, id and identity of every program."""
-        with self.database.read() as connection:
-            rows = connection.execute(select(programs.c.tenant, programs.c.id, programs.c.identity))
-            return [tuple(row) for row in rows]
 
     def program_spec(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> bytes | None:
         """Returns the spec of a program; None if there is no program of this id and identity."""

@@ -197,8 +197,7 @@ def test_rows_can_be_read_by_name(store: Store) -> None:
         store.add_rule(rule(name))
         store.add_program(program(name, name), content())
     assert [row.name for row in store.rules(names=["c", "a", "none"])] == ["a", "c"]
-    assert store.program_identities(ids=["b", "none"]) == {"b": "b"}
-    assert sorted(store.program_keys_of_all()) == [("default", name, name) for name in ("a", "b", "c")]
+    assert sorted(row[:3] for row in store.program_keys()) == [("default", name, name) for name in ("a", "b", "c")]
     assert store.program_spec("b", "b") == content().spec
     assert store.rules("ada", ["a"]) == []
     assert (store.program_spec("b", "a"), store.program_spec("b", "b", "ada")) == (None, None)
