@@ -8,8 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Self, TypeVar
 
 _log = logging.getLogger(__name__)
@@ -128,7 +127,7 @@ def start_logged_task(
 
 
 class TenantSlots:
-    """Limits how much work runs at a time, of all tenants and of each; for threads and for tasks of an event loop.
+    """Limits how much work of an event loop runs at a time, of all tenants and of each.
 
     A free slot goes to the waiting tenant that has the fewest, and then to the one that waits longest.
 
@@ -140,83 +139,59 @@ class TenantSlots:
     def __init__(self, count: int, per_tenant: int) -> None:
         self.count = count
         self._per_tenant = per_tenant
-        self._lock = threading.Lock()
         self._used: Counter[str] = Counter()
         # The tenant that waits longest is first.
-        self._waiting: dict[str, deque[Future[None]]] = {}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @property
     def waiting(self) -> int:
-        """The number of threads and tasks that wait for a slot."""
-        with self._lock:
-            return sum(map(len, self._waiting.values()))
+        """The number of tasks that wait for a slot."""
+        return sum(map(len, list(self._waiting.values())))
 
     def is_kept_waiting_by(self, tenant: str) -> bool:
         """Returns whether other tenants wait for a slot, and a tenant has one while all are used."""
-        with self._lock:
-            is_full = self._used.total() >= self.count and self._used[tenant] > 0
-            return is_full and any(waiting != tenant for waiting in self._waiting)
-
-    @contextlib.contextmanager
-    def hold(self, tenant: str, timeout_s: float) -> Iterator[None]:
-        """Holds a slot within the context, for a thread. Raises `TimeoutError` if none gets free in time."""
-        slot = self._request(tenant)
-        try:
-            slot.result(timeout_s)
-            yield
-        finally:
-            self._end(tenant, slot)
+        is_full = self._used.total() >= self.count and self._used[tenant] > 0
+        return is_full and any(waiting != tenant for waiting in self._waiting)
 
     @contextlib.asynccontextmanager
-    async def hold_in_task(self, tenant: str) -> AsyncIterator[None]:
-        """Holds a slot within the context, for a task of the running event loop."""
-        slot = self._request(tenant)
+    async def hold(self, tenant: str) -> AsyncIterator[None]:
+        """Holds a slot within the context."""
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(slot)
+        self._assign()
         try:
-            await asyncio.wrap_future(slot)
+            await slot
             yield
         finally:
             self._end(tenant, slot)
 
-    def _request(self, tenant: str) -> Future[None]:
-        """Returns a future that has a result as soon as the tenant has a slot."""
-        slot: Future[None] = Future()
-        with self._lock:
-            self._waiting.setdefault(tenant, deque()).append(slot)
-        self._assign()
-        return slot
-
-    def _end(self, tenant: str, slot: Future[None]) -> None:
-        with self._lock:
-            # A thread or task that no longer waits has no slot.
-            if slot.cancel():
-                slots = self._waiting.get(tenant, deque())
-                if slot in slots:
-                    slots.remove(slot)
-                    if not slots:
-                        del self._waiting[tenant]
-                return
-            self._used[tenant] -= 1
-            if not self._used[tenant]:
-                del self._used[tenant]
+    def _end(self, tenant: str, slot: asyncio.Future[None]) -> None:
+        # A task that gave up while it waited has no slot.
+        if slot.cancelled():
+            slots = self._waiting.get(tenant, deque())
+            if slot in slots:
+                slots.remove(slot)
+                if not slots:
+                    del self._waiting[tenant]
+            return
+        self._used[tenant] -= 1
+        if not self._used[tenant]:
+            del self._used[tenant]
         self._assign()
 
     def _assign(self) -> None:
-        assigned = []
-        with self._lock:
-            while self._used.total() < self.count:
-                ready = [tenant for tenant in self._waiting if self._used[tenant] < self._per_tenant]
-                if not ready:
-                    break
-                tenant = min(ready, key=lambda name: self._used[name])
-                slots = self._waiting.pop(tenant)
-                slot = slots.popleft()
-                if slots:
-                    self._waiting[tenant] = slots
-                if slot.set_running_or_notify_cancel():
-                    self._used[tenant] += 1
-                    assigned.append(slot)
-        for slot in assigned:
-            slot.set_result(None)
+        while self._used.total() < self.count:
+            ready = [tenant for tenant in self._waiting if self._used[tenant] < self._per_tenant]
+            if not ready:
+                break
+            tenant = min(ready, key=lambda name: self._used[name])
+            slots = self._waiting.pop(tenant)
+            slot = slots.popleft()
+            if slots:
+                self._waiting[tenant] = slots
+            if not slot.cancelled():
+                self._used[tenant] += 1
+                slot.set_result(None)
 
 
 class TenantLocks:

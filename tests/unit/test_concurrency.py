@@ -126,7 +126,7 @@ async def test_tenant_gets_no_more_slots_than_its_share_and_others_go_first() ->
     may_end = asyncio.Event()
 
     async def work(tenant: str) -> None:
-        async with slots.hold_in_task(tenant):
+        async with slots.hold(tenant):
             order.append(tenant)
             await may_end.wait()
 
@@ -134,16 +134,17 @@ async def test_tenant_gets_no_more_slots_than_its_share_and_others_go_first() ->
     await asyncio.sleep(0)
     await wait_for(lambda: len(order) == 3)
     assert order == ["a", "a", "b"]
-    # All slots are taken: a thread of a third tenant waits for one until its time is over.
-    with pytest.raises(TimeoutError), slots.hold("c", 0.01):
-        raise AssertionError
+    # All slots are taken: a third tenant waits for one until its time is over.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01), slots.hold("c"):
+            raise AssertionError
     # A task that gives up leaves its place to others.
     tasks[2].cancel()
     may_end.set()
     await asyncio.wait(tasks)
     assert sorted(order) == ["a", "a", "a", "b", "b"]
     for _ in range(4):
-        with slots.hold("c", 0):
+        async with slots.hold("c"):
             assert slots._used.total() == 1
     assert not (slots._used or slots._waiting)
 
@@ -154,7 +155,7 @@ async def test_slot_goes_to_the_tenant_that_has_the_fewest() -> None:
     gates = {name: asyncio.Event() for name in ("a1", "a2", "a3", "b1")}
 
     async def work(name: str) -> None:
-        async with slots.hold_in_task(name[0]):
+        async with slots.hold(name[0]):
             order.append(name)
             await gates[name].wait()
 
@@ -170,10 +171,11 @@ async def test_slot_goes_to_the_tenant_that_has_the_fewest() -> None:
 
 async def test_tenants_that_keep_others_waiting_are_known_until_the_others_give_up() -> None:
     slots = TenantSlots(1, 1)
-    async with slots.hold_in_task("a"):
-        with pytest.raises(TimeoutError), slots.hold("b", 0.01):
-            pass
-        waits = [asyncio.ensure_future(slots.hold_in_task("b").__aenter__()) for _ in range(2)]
+    async with slots.hold("a"):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), slots.hold("b"):
+                raise AssertionError
+        waits = [asyncio.ensure_future(slots.hold("b").__aenter__()) for _ in range(2)]
         await asyncio.sleep(0)
         assert (slots.waiting, slots.is_kept_waiting_by("a"), slots.is_kept_waiting_by("b")) == (2, True, False)
         for task in waits:

@@ -62,7 +62,7 @@ class CompileWorkers:
     async def hold(self, owner: str) -> AsyncIterator[Engine]:
         """Provides a worker for a task of a tenant, and ends it if the task still runs after the context."""
         self._slots.count = self._most()
-        async with self._slots.hold_in_task(owner):
+        async with self._slots.hold(owner):
             worker = self._take(owner)
             try:
                 with worker.held():

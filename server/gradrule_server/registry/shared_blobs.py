@@ -130,7 +130,7 @@ class SharedBlobs:
         """Runs a function in a thread; it keeps its slot until it ends, also if its caller gives up."""
         # Not in the threads of `asyncio.to_thread`: a slow object store would leave none for other work.
         async with contextlib.AsyncExitStack() as slot:
-            await slot.enter_async_context(slots.hold_in_task(folder))
+            await slot.enter_async_context(slots.hold(folder))
             running = asyncio.create_task(_run_in(slot.pop_all(), function))
         return await asyncio.shield(running)
 
