@@ -123,9 +123,11 @@ def test_copy_may_use_the_object_store_of_the_registry(database_url: str, tmp_pa
         async with blobs.acquired([DIGEST]):
             return blobs.read(DIGEST)
 
-    fill(tmp_path / "old")
+    fill(tmp_path / "local")
+    # As the log of a server advises that starts with --blobs, and has blobs in its data folder.
+    shared = ["--to-blobs", objects.as_uri(), "--data-dir", str(tmp_path / "local")]
+    assert run(["copy", str(tmp_path / "local"), str(tmp_path / "old"), *shared]) == 0
     assert held(tmp_path / "old") == WEIGHTS
-    assert list((tmp_path / "old" / "blobs").rglob(DIGEST)) == []
     assert run(["copy", str(tmp_path / "old"), database_url, "--data-dir", str(tmp_path / "shared")]) == 0
     assert held(tmp_path / "shared", database_url) == WEIGHTS
     assert run(["copy", database_url, str(tmp_path / "back"), "--data-dir", str(tmp_path / "shared")]) == 0
