@@ -10,8 +10,11 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.concurrency import TenantLocks
+from gradrule_server.errors import error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape, describe_only
 from gradrule_server.link.v1 import link_pb2
@@ -195,7 +198,12 @@ class Compiler:
                 return await self._loaded.wait(held, may_move=engine is None)
 
         recovery.is_building = True
-        reply = link_pb2.CompileReply.FromString(await recovery.run(loadable.workload, load))
+        described = await recovery.run(loadable.workload, load)
+        try:
+            reply = link_pb2.CompileReply.FromString(described)
+        except DecodeError as cause:
+            message = "the engine's description of the program is damaged"
+            raise error(errors_pb2.ERROR_REASON_ENGINE_CRASHED, message) from cause
         return RunnableProgram(_join_compiled(prepared, reply, self._limits), loadable)
 
 

@@ -15,13 +15,15 @@ import pytest
 from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.engine import Engine
+from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import ProgramCache
 from gradrule_server.programs.compile_tasks import CompileTasks
 from gradrule_server.programs.compiler import CompiledProgram, Compiler, RunnableProgram
-from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.loaded import Loadable, LoadedPrograms
+from gradrule_server.programs.preparer import RegistryLookup
 from gradrule_server.programs.stored_programs import StoredPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.crash_history import CrashHistory
@@ -29,7 +31,7 @@ from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
 from tests.stores import no_blobs
-from tests.unit.link.fake_engine import FakePool
+from tests.unit.link.fake_engine import FakeEngine, FakePool
 
 _CALL = CallShape()
 
@@ -189,12 +191,12 @@ class CountingPreparer:
     def __init__(self) -> None:
         self.at_once = self.most = 0
 
-    async def program(self, *_: Any) -> Any:
+    async def program(self, *_: Any, **options: Any) -> Any:
         self.at_once += 1
         self.most = max(self.most, self.at_once)
         await asyncio.sleep(0.01)
         self.at_once -= 1
-        return SimpleNamespace(message=None, compile_request=b"")
+        return SimpleNamespace(message=link_pb2.PreparedProgram(key="key"), compile_request=b"", files=())
 
 
 async def test_large_stored_graphs_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +224,18 @@ async def test_large_stored_graphs_are_read_one_at_a_time(monkeypatch: pytest.Mo
     assert (preparing.most, most_read) == (1, 1)
     await asyncio.gather(*(compiler.compile_stored(1000, read, _CALL, recovery) for _ in range(8)))
     assert preparing.most > 1
+
+
+async def test_a_damaged_description_is_a_fault_of_the_engine(store: Store) -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), no_blobs(), 10, 10**6)
+    compiler = Compiler(loaded, CountingPreparer(), Limits(), no_blobs(), "")
+    recovery = CallRecovery(loaded.pool, loaded.crash_history, ends_at=asyncio.get_running_loop().time() + 60)
+    lookup = RegistryLookup(RuleRegistry(store, ["Sign"]))
+    compiling = asyncio.create_task(compiler.compile(b"", lookup, _CALL, recovery))
+    engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED, b"\xff")
+    with pytest.raises(GradruleError, match="ENGINE_CRASHED"):
+        await compiling
 
 
 async def test_size_of_a_stored_graph_is_known_without_reading_it(store: Store) -> None:
