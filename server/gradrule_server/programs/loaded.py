@@ -104,9 +104,9 @@ class Load:
         self.loads.move_to_end(self.program.key)
 
     @property
-    def least_run_s(self) -> float:
-        """Seconds that a run may take although its deadline passes: the first one optimizes what was loaded."""
-        return 0.0 if self.has_run else min(_FIRST_RUN_FACTOR * self.loading_s, LONGEST_LOAD_S)
+    def first_run_s(self) -> float:
+        """Seconds that the first run may take although its deadline passes: it optimizes what was loaded."""
+        return min(_FIRST_RUN_FACTOR * self.loading_s, LONGEST_LOAD_S)
 
     @property
     def is_done(self) -> bool:

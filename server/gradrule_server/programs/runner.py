@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
-from gradrule_server.errors import GradruleError, NoMemoryLeft, error
+from gradrule_server.errors import NoMemoryLeft, error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
@@ -274,8 +274,6 @@ class ProgramRunner:
             async with self._blobs.acquired(blobs):
                 return await self.run(plan, values, received_ns, started_ns, mode, is_new=is_new)
         loaded, loadable, lost = self._loaded, plan.program.loadable, None
-        # The time until now counts as compiling, from now on as queueing.
-        queued_ns = received_ns + time.monotonic_ns() - started_ns
         load = self._find_warm(plan) if mode.pinned is None else None
         if load is not None:
             loaded.crash_history.check(plan.recorder.workload)
@@ -283,9 +281,7 @@ class ProgramRunner:
             # A held program is not dropped.
             load.holders += 1
             try:
-                return _complete(
-                    await self._run_loaded(load, plan, values, queued_ns, mode), received_ns, queued_ns, is_new
-                )
+                return await self._run_loaded(load, plan, values, received_ns, started_ns, mode, is_compiled=is_new)
             except EngineLost as cause:
                 lost = cause
             except NoMemoryLeft as full:
@@ -308,10 +304,11 @@ class ProgramRunner:
                 with timing_compilation() if is_loaded_now else contextlib.nullcontext():
                     await loaded.wait(load, may_move=engine is None)
                 plan.set_load(load)
-                queued_ns = received_ns + time.monotonic_ns() - started_ns
                 recovery.is_building = False
-                answer = await self._run_loaded(load, plan, values, queued_ns, mode)
-                return _complete(answer, received_ns, queued_ns, is_new or is_loaded_now)
+                is_compiled = is_new or is_loaded_now
+                return await self._run_loaded(
+                    load, plan, values, received_ns, started_ns, mode, is_compiled=is_compiled
+                )
 
         return await recovery.run(loadable.workload, attempt, undo=mode.undo)
 
@@ -330,44 +327,43 @@ class ProgramRunner:
         return load
 
     async def _run_loaded(
-        self, load: Load, plan: CallPlan, values: Sequence[bytes], queued_ns: int, mode: RunMode
+        self,
+        load: Load,
+        plan: CallPlan,
+        values: Sequence[bytes],
+        received_ns: int,
+        started_ns: int,
+        mode: RunMode,
+        *,
+        is_compiled: bool,
     ) -> bytes:
         """Runs the loaded program of a plan, within the limit of its run. Raises DEADLINE_EXCEEDED.
 
         The deadline alone limits the first run: TensorFlow optimizes functions when they run for the first time, which
-        takes as long as compiling.
+        takes as long as compiling. `is_compiled`: Whether the answer tells the time of compiling.
         """
+        # The time until now counts as compiling, from now on as queueing.
+        queued_ns = received_ns + time.monotonic_ns() - started_ns
         limit_at = asyncio.get_running_loop().time() + plan.run_limit_s
+        is_limited = load.has_run and limit_at < mode.ends_at
+        ends_at = limit_at if is_limited else mode.ends_at
+        run = Run(plan, load, values, queued_ns, ends_at, 0.0 if load.has_run else load.first_run_s)
         try:
-            if not load.has_run:
-                answer = await mode.run(Run(plan, load, values, queued_ns, mode.ends_at, load.least_run_s))
-                load.has_run = True
-                return answer
-            if limit_at >= mode.ends_at:
-                return await mode.run(Run(plan, load, values, queued_ns, mode.ends_at))
-            try:
-                async with asyncio.timeout_at(limit_at) as limit:
-                    return await mode.run(Run(plan, load, values, queued_ns, limit_at))
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise _run_limit_error(plan.run_limit_s) from None
+            async with asyncio.timeout_at(limit_at if is_limited else None) as limit:
+                answer = await mode.run(run)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            message = f"not done within {plan.run_limit_s:.3g} s, not counting the time for compiling (run_timeout)"
+            raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, message, field="run_timeout") from None
         except ProgramNotLoaded:
             self._loaded.forget(load)
             raise
-
-
-def _complete(answer: bytes, received_ns: int, queued_ns: int, is_compiled: bool) -> bytes:
-    """Records the times of a run; returns its answer, with the time of compiling if that was necessary."""
-    record_run(answer, queued_ns)
-    if not is_compiled:
-        return answer
-    # Concatenating messages merges them, so an answer of any size is not parsed again here.
-    tail = evaluate_pb2.EvaluateResponse()
-    tail.timings.compile.FromNanoseconds(queued_ns - received_ns)
-    return answer + tail.SerializeToString()
-
-
-def _run_limit_error(limit_s: float) -> GradruleError:
-    message = f"not done within {limit_s:.3g} s, not counting the time for compiling (run_timeout)"
-    return error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, message, field="run_timeout")
+        load.has_run = True
+        record_run(answer, queued_ns)
+        if not is_compiled:
+            return answer
+        # Concatenating messages merges them, so an answer of any size is not parsed again here.
+        tail = evaluate_pb2.EvaluateResponse()
+        tail.timings.compile.FromNanoseconds(queued_ns - received_ns)
+        return answer + tail.SerializeToString()
