@@ -17,9 +17,8 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -56,8 +55,6 @@ _POLL_S = 0.01
 _RETRY_S = 1.0
 # Each memory takes two descriptors, however small it is.
 _MIN_COUNTED_BYTES = 64 << 20
-# Process, user and group of the other end.
-_CREDENTIALS = struct.Struct("3i")
 # SO_PASSRIGHTS: whether descriptors may be sent to a socket. Linux has it from 6.16 on, Python has no name for it.
 _PASS_DESCRIPTORS = 83
 
@@ -66,19 +63,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """What a caller was given to hand over one memory. It keeps the tenant loaded."""
+    """What a caller was given to hand over one memory. `ends_at`: CLOCK_MONOTONIC, seconds.
+
+    Its tenant stays loaded for longer than that, since it has just called.
+    """
 
     server_key: bytes
     tenant: Tenant
-    timer: asyncio.TimerHandle
+    ends_at: float
 
 
 class _Connection:
-    """A connection of a client. `uid`: user of the client's process. `has_memory`: whether the handshake is over."""
+    """A connection of a client. `has_memory`: whether the handshake is over."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.uid = _peer_uid(sock)
         self.has_memory = self.is_ended = False
 
     def end(self) -> None:
@@ -92,7 +91,7 @@ class SharedMemoryServer:
     """Keeps the shared memory of all clients. Belongs to one event loop.
 
     Args:
-        tenants: kept loaded while a client of theirs has keys or memory.
+        tenants: kept loaded while a client of theirs has a connection.
         max_bytes: largest memory, bytes; 0 disables shared memory.
     """
 
@@ -133,8 +132,7 @@ class SharedMemoryServer:
         self._closing.set()
         # Wakes the thread that accepts connections.
         self._listener.shutdown(socket.SHUT_RDWR)
-        for client_key in list(self._keys):
-            self._withdraw_keys(client_key)
+        self._keys.clear()
         for connection in list(self._connections):
             connection.end()
         ends_at = self._loop.time() + _CLOSING_S
@@ -148,14 +146,13 @@ class SharedMemoryServer:
                 errors_pb2.ERROR_REASON_UNSUPPORTED,
                 "this server shares no memory with clients (--max-shared-bytes 0, or a system without memfd_create)",
             )
-        tenant = caller.tenant
+        tenant, now = caller.tenant, time.monotonic()
+        self._keys = {key: keys for key, keys in self._keys.items() if now < keys.ends_at}
         unused = [key for key, keys in self._keys.items() if keys.tenant is tenant]
         if len(unused) >= _MAX_KEYS_PER_TENANT:
-            self._withdraw_keys(unused[0])
+            del self._keys[unused[0]]
         client_key, server_key = secrets.token_bytes(_KEY_BYTES), secrets.token_bytes(_KEY_BYTES)
-        timer = self._loop.call_later(_KEYS_LAST_S, self._withdraw_keys, client_key)
-        self._tenants.retain(tenant)
-        self._keys[client_key] = _Keys(server_key, tenant, timer)
+        self._keys[client_key] = _Keys(server_key, tenant, now + _KEYS_LAST_S)
         return evaluate_pb2.ShareMemoryResponse(
             address=self.address,
             client_key=client_key,
@@ -201,16 +198,12 @@ class SharedMemoryServer:
         connection.end()
 
     def _take_keys(self, client_key: bytes) -> _Keys | None:
-        """Returns the keys that a client shows, which keep the tenant loaded from now on; None if there are none."""
+        """Returns the keys that a client shows, and keeps their tenant loaded; None if there are none."""
         keys = self._keys.pop(client_key, None)
-        if keys is not None:
-            keys.timer.cancel()
+        if keys is None or time.monotonic() >= keys.ends_at:
+            return None
+        self._tenants.retain(keys.tenant)
         return keys
-
-    def _withdraw_keys(self, client_key: bytes) -> None:
-        keys = self._take_keys(client_key)
-        if keys is not None:
-            self._tenants.release(keys.tenant)
 
     def _accept(self, listener: socket.socket) -> None:
         """Starts a thread for each connection. Runs in a thread."""
@@ -229,15 +222,11 @@ class SharedMemoryServer:
         self._listener = None
 
     def _has_room(self) -> bool:
-        """Returns whether one more connection may be accepted.
-
-        Ends the oldest handshake of the user that has most of them, if there are too many.
-        """
+        """Returns whether one more connection may be accepted; ends the oldest handshake if there are too many."""
         handshakes = [connection for connection in list(self._connections) if not connection.has_memory]
         waiting = [connection for connection in handshakes if not connection.is_ended]
         if len(waiting) > _MAX_HANDSHAKES:
-            [(uid, _)] = Counter(connection.uid for connection in waiting).most_common(1)
-            next(connection for connection in waiting if connection.uid == uid).end()
+            waiting[0].end()
         return len(handshakes) < _MAX_HANDSHAKE_THREADS
 
     def _serve_next(self, listener: socket.socket) -> None:
@@ -317,13 +306,6 @@ class SharedMemoryServer:
 
         self._loop.call_soon_threadsafe(call)
         return done.result()
-
-
-def _peer_uid(sock: socket.socket) -> int:
-    """Returns the user of the process at the other end."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(credentials)[1]
-    return uid
 
 
 def _allow_descriptors(sock: socket.socket, is_allowed: bool) -> None:

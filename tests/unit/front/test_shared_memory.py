@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
 import struct
 import threading
@@ -154,7 +153,7 @@ def test_keys_of_a_tenant_are_limited_and_closing_leaves_nothing() -> None:
         async with sharing(around) as memories:
             for _ in range(40):
                 memories.issue_keys(caller)
-            assert around.entered == 16
+            assert len(memories._keys) == 16
             connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             connection.close()
         assert around.entered == 0
@@ -299,11 +298,9 @@ def test_idle_connections_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(run())
 
 
-def test_full_server_ends_the_oldest_handshake_of_the_user_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_server_ends_the_oldest_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_MESSAGE_S", 3600.0)
     monkeypatch.setattr(shared_memory, "_MAX_HANDSHAKES", 5)
-    uids = iter([7, 8, 8, 7, 8, 8, 8])
-    monkeypatch.setattr(shared_memory, "_peer_uid", lambda _: next(uids))
 
     async def run() -> None:
         async with sharing(Counters()) as memories:
@@ -312,17 +309,24 @@ def test_full_server_ends_the_oldest_handshake_of_the_user_with_most(monkeypatch
                 for _ in range(7):
                     connections.append(idle.enter_context(connected(memories)))
                     await _until(lambda: len(memories._connections) == min(len(connections), 5))
-                ended = [await asyncio.get_running_loop().sock_recv(connections[number], 1) for number in (1, 2)]
+                ended = [await asyncio.get_running_loop().sock_recv(connections[number], 1) for number in (0, 1)]
                 assert ended == [b"", b""]
-                await _until(lambda: [waiting.uid for waiting in memories._connections] == [7, 7, 8, 8, 8])
+                await _until(lambda: len(memories._connections) == 5)
 
     asyncio.run(run())
 
 
-def test_uid_is_that_of_the_process_that_connects() -> None:
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one, other:
-        assert shared_memory._peer_uid(one) == os.getuid()
+def test_keys_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_KEYS_LAST_S", 0.0)
+
+    async def run() -> None:
+        async with sharing(Counters()) as memories:
+            offer = memories.issue_keys(caller_of("a"))
+            with connected(memories) as connection:
+                connection.send(offer.client_key)
+                assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1), 60) == b""
+
+    asyncio.run(run())
 
 
 @contextmanager
@@ -342,8 +346,8 @@ def test_connections_end_while_no_thread_can_start(
         monkeypatch.setattr(shared_memory, "_RETRY_S", 0.01)
         before = count_descriptors()
         async with sharing(Counters()) as memories:
-            with connected(memories) as connection, no_threads(monkeypatch):
-                # The thread that waits for a connection started before.
+            # The thread that accepts connections has started.
+            with no_threads(monkeypatch), connected(memories) as connection:
                 assert await asyncio.wait_for(loop.sock_recv(connection, 1), 60) == b""
             await wait_for_condition(lambda: "can't start new thread" in caplog.text)
             later, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
