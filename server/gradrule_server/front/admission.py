@@ -107,13 +107,6 @@ class ByteLimit:
             return True
         return (tenant.size + size) * self._active_tenants() <= server and self._size + size <= _MAX_OVERFILL * server
 
-    def admit_now(self, tenant: TenantBytes, size: int) -> bool:
-        """Counts bytes if they fit and nobody waits, or if they are few; returns whether that was so."""
-        if (self.queue and size > _SMALL_BYTES) or not self.has_room(tenant, size):
-            return False
-        self.count(tenant, size)
-        return True
-
     async def wait(self, tenant: TenantBytes, size: int, ends_at: float | None) -> None:
         """Waits until bytes fit, and counts them; OVERLOADED shortly before the deadline, loop time."""
         loop = asyncio.get_running_loop()
@@ -131,6 +124,9 @@ class ByteLimit:
         except BaseException:
             if self._leave(tenant, request):
                 self.count(tenant, -size)
+            elif ends_at is not None and loop.time() >= ends_at:
+                # The loop was so late that the deadline of the request has passed too, and cancels it.
+                raise self.full(tenant, size, loop.time() - started) from None
             raise
 
     def serve_soon(self) -> None:
@@ -230,8 +226,15 @@ class Admission:
         self.in_flight += 1
 
     def admit_now(self, in_flight: InFlight, size: int) -> bool:
-        """Counts the bytes of a request that has arrived, if it may run now; returns whether it may."""
-        return self._running.admit_now(in_flight.running, size)
+        """Counts the bytes of a request that has arrived, if it may run now; returns whether it may.
+
+        It may if its bytes fit, and nobody waits or they are few.
+        """
+        limit, tenant = self._running, in_flight.running
+        if (limit.queue and size > _SMALL_BYTES) or not limit.has_room(tenant, size):
+            return False
+        limit.count(tenant, size)
+        return True
 
     async def wait(self, in_flight: InFlight, size: int, ends_at: float) -> None:
         """Counts the bytes of a request that has arrived, once it may run; OVERLOADED shortly before its deadline.

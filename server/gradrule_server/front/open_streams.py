@@ -15,7 +15,8 @@ from gradrule_server.front.sockets import close_connection
 
 # The connection of an ended stream is closed after this many times `stall_s`, if its last message is still unread.
 _CLOSE_AFTER_STALLS = 2
-_CHECKS_PER_STALL = 4
+CHECKS_PER_STALL = 4
+"""Number of checks within the time that a message may stay unread."""
 
 
 class Stream:
@@ -47,7 +48,7 @@ class Stream:
         self._admission = admission
         self._authenticator = authenticator
         self._stall_s = stall_s
-        self._check_every_s = min(recheck_s, stall_s / _CHECKS_PER_STALL)
+        self._check_every_s = min(recheck_s, stall_s / CHECKS_PER_STALL)
         self._loop = asyncio.get_running_loop()
         self._writing = asyncio.Lock()
         # Loop time at which `read` raises UNAVAILABLE; None: no limit.

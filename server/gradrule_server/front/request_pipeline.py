@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from gradrule_server.front.calls import (
     when_done,
 )
 from gradrule_server.front.connections import ConnectionWatch, read_timeout
-from gradrule_server.front.open_streams import Stream
+from gradrule_server.front.open_streams import CHECKS_PER_STALL, Stream
 from gradrule_server.front.sockets import close_connection
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.identity import Principal
@@ -111,6 +112,9 @@ class RequestPipeline:
         self._connections = connections or ConnectionWatch()
         self._parsing = TenantLocks()
         self._streams: set[Stream] = set()
+        # Unary answers that gRPC sends: the peer, and the loop time until which the client has to read the answer.
+        self._unread: dict[Context, tuple[str, float]] = {}
+        self._is_checking = False
         self._is_draining = False
 
     def create_service(
@@ -278,14 +282,16 @@ class RequestPipeline:
         Closes the connection of a client that does not read it in time. gRPC for Python cannot cancel a call from the
         server's side, and a status waits behind the unread message: only this frees the memory of the message.
         """
-        size = len(data)
+        size, stall_s, loop = len(data), self.times.stall_s, asyncio.get_running_loop()
         # Ask for the peer now: gRPC crashes if asked when the call is over.
-        timer = asyncio.get_running_loop().call_later(
-            read_timeout(self.times.stall_s, size), close_connection, record.peer()
-        )
+        self._unread[context] = record.peer(), loop.time() + read_timeout(stall_s, size)
+        if not self._is_checking:
+            # A timer for each answer would cost more than the rest of this.
+            self._is_checking = True
+            loop.call_later(stall_s / CHECKS_PER_STALL, self._close_unread)
 
         def sent(_: object) -> None:
-            timer.cancel()
+            del self._unread[context]
             self.release_answer(caller, size)
 
         when_done(context, sent)
@@ -293,6 +299,18 @@ class RequestPipeline:
             # Last: clients do not retry a refused call once they have received its initial metadata.
             await compress_responses(context)
         return data
+
+    def _close_unread(self) -> None:
+        """Closes the connections of clients that have not read their answers in time, while there are unread ones."""
+        loop = asyncio.get_running_loop()
+        for context, (peer, until) in list(self._unread.items()):
+            if loop.time() > until:
+                # Once: the next connection may have the same peer.
+                self._unread[context] = peer, math.inf
+                close_connection(peer)
+        self._is_checking = bool(self._unread)
+        if self._is_checking:
+            loop.call_later(self.times.stall_s / CHECKS_PER_STALL, self._close_unread)
 
     async def _answer_stream(
         self, method: StreamMethod, caller: Caller, record: RequestRecord, context: Context

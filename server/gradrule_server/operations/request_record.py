@@ -233,21 +233,6 @@ def from_metadata(
     return request
 
 
-def part_of_stream(stream: RequestRecord, kind: str, received_ns: int) -> RequestRecord:
-    """Makes the record of a request within a stream."""
-    stream.parts += 1
-    return RequestRecord(
-        f"{stream.id}/{stream.parts}",
-        f"{stream.rpc}/{kind}",
-        received_ns,
-        stream.peer,
-        stream.trace_parent,
-        stream.trace_state,
-        stream.tenant,
-        stream.principal,
-    )
-
-
 def record_path(path: CallPath) -> None:
     """Records the code path of the current request."""
     request = _current.get()
@@ -310,7 +295,18 @@ class Observer:
         stream = _current.get()
         if stream is None:
             return ObservedRequest(from_metadata(kind, (), str, received_ns), self._sinks)
-        return ObservedRequest(part_of_stream(stream, kind, received_ns), self._sinks)
+        stream.parts += 1
+        request = RequestRecord(
+            f"{stream.id}/{stream.parts}",
+            f"{stream.rpc}/{kind}",
+            received_ns,
+            stream.peer,
+            stream.trace_parent,
+            stream.trace_state,
+            stream.tenant,
+            stream.principal,
+        )
+        return ObservedRequest(request, self._sinks)
 
 
 class ObservedRequest:

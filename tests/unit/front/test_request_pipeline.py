@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -261,6 +262,21 @@ async def test_answers_count_until_they_are_read() -> None:
     await asyncio.sleep(0)
     first.done()
     await waits
+
+
+async def test_request_that_waits_until_its_deadline_is_told_why_although_the_loop_is_late() -> None:
+    async def large(_: Call[Any]) -> bytes:
+        return bytes(10**6)
+
+    pipeline, refused = create_pipeline(), Context(0.1)
+    await call(pipeline, large, Context())
+    waits = asyncio.create_task(call(pipeline, large, refused, request_of(500_000)))
+    await asyncio.sleep(0.01)
+    # Both timers are due when the loop goes on.
+    time.sleep(0.2)
+    with pytest.raises(Aborted):
+        await waits
+    assert refused.reason == "OVERLOADED"
 
 
 async def test_only_answer_of_a_tenant_may_have_any_size() -> None:
