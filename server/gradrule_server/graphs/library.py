@@ -64,8 +64,11 @@ class Library:
             self._op_defs[op_type] = op_definitions.from_signature(self._functions[op_type].signature)
         return self._op_defs[op_type]
 
-    def body(self, name: str, attrs: Mapping[str, AttrValue], where: str) -> Body | None:
-        """Returns a function's body for a call's attributes; None after an error. `drafts` reads its nodes later."""
+    def body(self, name: str, attrs: Mapping[str, AttrValue], where: str, *, is_gradient: bool = False) -> Body | None:
+        """Returns a function's body for a call's attributes; None after an error. `drafts` reads its nodes later.
+
+        `is_gradient`: no call uses it, so that it nests in nothing.
+        """
         function = self._functions.get(name)
         if function is None:
             hint = self._findings.suggest_similar(name, self._functions)
@@ -82,7 +85,7 @@ class Library:
             draft = self._signature(function, given)
             self._bodies[key] = draft.body if draft else None
             if draft:
-                self._unread.append((draft, function, given, self._depth + 1))
+                self._unread.append((draft, function, given, 0 if is_gradient else self._depth + 1))
         return self._bodies[key]
 
     @property
@@ -103,7 +106,7 @@ class Library:
             )
             self._findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node)
         elif self._is_rule(function):
-            body = self.body(function, {}, where)
+            body = self.body(function, {}, where, is_gradient=True)
             if body is not None:
                 self.gradients[name] = body
 

@@ -134,6 +134,17 @@ def test_an_embedded_gradient_may_request_another_one() -> None:
     assert [match.node for match in found.matches] == ["y"]
 
 
+def test_gradients_that_request_others_do_not_nest() -> None:
+    functions, gradients = [doubling("grad_40")], {"G40": "grad_40"}
+    for number in range(40):
+        inner = custom_gradient("inner", "dy", "dy", gradient=f"G{number + 1}", region=f"f{number}")
+        functions.append(function(f"grad_{number}", ["dy"], {"dx": "inner:output:0"}, [inner]))
+        gradients[f"G{number}"] = f"grad_{number}"
+    nodes = [placeholder(), node("s", "Sign", "x"), custom_gradient("y", "s", "x", gradient="G0")]
+    found, _ = expanded(brings(graph(*nodes, functions=functions), **gradients), limits=Limits(call_depth=32))
+    assert len(found.embedded_rules) == 41
+
+
 def test_overrides_do_not_apply_inside_embedded_gradients() -> None:
     gradient = function("grad_f", ["dy"], {"dx": "n:y:0"}, [node("n", "Neg", "dy")])
     made = simple(gradient, G="grad_f")
