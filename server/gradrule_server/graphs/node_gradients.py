@@ -72,7 +72,6 @@ class NodeGradients:
     def find_match(self, candidate: CandidateNode, differentiable: bool) -> Match | None:
         """Returns the match with the rule that the node requests; None if it requests none. May add UNKNOWN_RULE."""
         node, name = candidate.node, candidate.name
-        names = name, candidate.qualified_name, node.op, candidate.function
         gradient_name = _read_gradient_name(node)
         if not gradient_name:
             return None
@@ -82,7 +81,8 @@ class NodeGradients:
             label = custom_gradient.region if custom_gradient is not None and custom_gradient.region else gradient_name
             rule = self._embedded_index(gradient_name, label)
             outputs = 0 if custom_gradient is None else custom_gradient.outputs
-            return Match(rule, *names, label, label, -1, differentiable, outputs=outputs, every_order=True)
+            resolution = candidate.resolution(label, label)
+            return Match(rule, resolution, -1, differentiable, outputs=outputs, every_order=True)
         known = self._rule(gradient_name, node.op)
         if isinstance(known, GradruleError):
             if not self._is_foreign(gradient_name) and self.differentiates and gradient_name not in self._unknown:
@@ -93,7 +93,8 @@ class NodeGradients:
                 self.findings.add(known.reason, message, name)
             return None
         required = OPTIONAL_ATTR not in node.attrs
-        match = Match(known, *names, gradient_name, node.op, -1, differentiable, required=required)
+        resolution = candidate.resolution(gradient_name, node.op)
+        match = Match(known, resolution, -1, differentiable, required=required)
         match.set_custom_gradient(custom_gradient)
         return match
 

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from gradrule.v1 import override_pb2
 from gradrule_server.errors import quote
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, CustomGradientNode, Node, Ref, bodies_of, short_tensor_name
@@ -33,16 +34,10 @@ class Match:
 
     Attributes:
         rule: Index of the rule.
-        node: Public name of the node, or of a subgraph's last node.
-        qualified_name: Its qualified name.
-        op_type: Its op type in the uploaded graph.
-        function: The function of the uploaded graph that contains it; empty: the top level.
-        rule_name: Name of the rule.
-        label: Label of the override.
+        resolution: What callers see of the match. Its node is the last node of a subgraph.
         override: `index` of the override's spec; -1: an attribute of the node requests the rule.
         differentiable: Whether its element types have gradients.
         rank: Rank of the outputs to which the match applies; None: all ranks.
-        nodes: Public names of all nodes of a subgraph.
         outputs: Number of outputs of a subgraph; 0 for a single node.
         inputs: Number of inputs that the rule receives; None: all.
         is_step: As in `Subgraph`.
@@ -53,16 +48,10 @@ class Match:
     """
 
     rule: int
-    node: str
-    qualified_name: str
-    op_type: str
-    function: str
-    rule_name: str
-    label: str
+    resolution: override_pb2.Resolution
     override: int
     differentiable: bool
     rank: int | None = None
-    nodes: tuple[str, ...] = ()
     outputs: int = 0
     inputs: int | None = None
     is_step: bool = False
@@ -207,7 +196,7 @@ class ResolutionContext:
 
         `unique`: returns an unused name in a body.
         """
-        named = [(subgraph, match.node) for subgraph, match in self.subgraphs]
+        named = [(subgraph, match.resolution.node) for subgraph, match in self.subgraphs]
         inserted, moves = insert_custom_gradient_nodes(named, unique)
         for node, (_, match) in zip(inserted, self.subgraphs, strict=True):
             self.resolved[id(node)] = [match]

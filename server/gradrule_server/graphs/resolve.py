@@ -258,9 +258,9 @@ class Resolver:
     ) -> None:
         """Records the match of a chain or region."""
         candidates = [context.candidates[member] for member in members]
-        match.nodes = tuple(candidate.name for candidate in candidates)
+        match.resolution.nodes.extend(candidate.name for candidate in candidates)
         if len(candidates) <= _NAMED_OPS:
-            match.op_type = "+".join(candidate.node.op_type for candidate in candidates)
+            match.resolution.op_type = "+".join(candidate.node.op_type for candidate in candidates)
         context.record_subgraph(members[-1], match, subgraph)
 
     def _record_node(self, number: int, match: Match, context: ResolutionContext) -> None:
@@ -273,8 +273,8 @@ class Resolver:
         entry = context.entry_into_call(number, subgraph)
         if entry:
             message = (
-                f"Override {quote(match.label)}: the call {quote(candidate.name)} uses {entry}, which depends on the "
-                f"xs and is none of its arguments."
+                f"Override {quote(match.resolution.label)}: the call {quote(candidate.name)} uses {entry}, which "
+                f"depends on the xs and is none of its arguments."
             )
             self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, candidate.name)
         context.record_subgraph(number, match, subgraph)
@@ -284,7 +284,7 @@ class Resolver:
         candidate = context.candidates[number]
         match = self.node_gradients.find_match(candidate, context.is_differentiable(number, None))
         if match is not None:
-            context.assign_with_functions(number, match.label)
+            context.assign_with_functions(number, match.resolution.label)
             self._record_node(number, match, context)
 
 
@@ -293,18 +293,8 @@ _NAMED_OPS = 4
 
 
 def _match(spec: OverrideSpec, candidate: CandidateNode, differentiable: bool) -> Match:
-    return Match(
-        spec.rule_index,
-        candidate.name,
-        candidate.qualified_name,
-        candidate.node.op_type,
-        candidate.function,
-        spec.rule_name,
-        spec.label,
-        spec.index,
-        differentiable,
-        every_order=spec.every_order,
-    )
+    resolution = candidate.resolution(spec.rule_name, spec.label)
+    return Match(spec.rule_index, resolution, spec.index, differentiable, every_order=spec.every_order)
 
 
 def _changes_flows(matcher: OverrideMatcher) -> bool:

@@ -170,6 +170,17 @@ class CandidateNode:
         """The nodes that carry a match of the candidate: the node, or those that pass a call's results on."""
         return [self.node] if self.call is None else self.call.results
 
+    def resolution(self, rule: str, label: str) -> override_pb2.Resolution:
+        """Returns the message that says which rule the node has, by the name of the rule and the override's label."""
+        return override_pb2.Resolution(
+            node=self.name,
+            qualified_name="" if self.qualified_name == self.name else self.qualified_name,
+            op_type=self.node.op_type,
+            rule=rule,
+            label=label,
+            function=self.function,
+        )
+
     @property
     def input_types(self) -> list[int]:
         """Element types of the node's inputs; 0: unknown."""

@@ -189,12 +189,12 @@ def mark_nodes(
                     marks.append(
                         MarkedNode(
                             rule=item.rule if item.depends_on_xs else NO_GRADIENT,
-                            node=item.node,
+                            node=item.resolution.node,
                             outputs=item.outputs,
                             inputs=item.inputs,
                             rank=item.rank,
                             otherwise=otherwise,
-                            op_type=item.op_type if item.outputs else "",
+                            op_type=item.resolution.op_type if item.outputs else "",
                             is_step=item.is_step,
                             every_order=item.every_order,
                         )

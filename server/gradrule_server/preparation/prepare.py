@@ -205,15 +205,7 @@ def _build_request(
         jit=spec.jit == program_pb2.JIT_ON,
         matches=[
             link_pb2.Match(
-                resolution=override_pb2.Resolution(
-                    node=match.node,
-                    qualified_name="" if match.qualified_name == match.node else match.qualified_name,
-                    op_type=match.op_type,
-                    rule=match.rule_name,
-                    label=match.label,
-                    function=match.function,
-                    nodes=match.nodes,
-                ),
+                resolution=match.resolution,
                 override=match.override,
                 differentiable=match.differentiable,
                 mark=match.mark,

@@ -81,7 +81,7 @@ def test_a_gradient_becomes_the_graph_of_a_rule() -> None:
     found, indices = expanded(simple(doubling(), G="grad_f"))
     assert indices.labels == ["f"]
     (match,) = found.matches
-    assert (match.node, match.rule_name, match.label, match.rule) == ("y", "f", "f", 0)
+    assert (match.resolution.node, match.resolution.rule, match.resolution.label, match.rule) == ("y", "f", "f", 0)
     (mark,) = found.marks
     assert (mark.outputs, mark.HasField("inputs"), mark.every_order, mark.op_type) == (1, False, True, "IdentityN")
     rule = graphs.parse(found.embedded_rules[0])
@@ -105,7 +105,7 @@ def test_a_gradient_requested_twice_is_expanded_once() -> None:
     ]
     found, indices = expanded(brings(graph(*nodes, functions=[doubling()]), G="grad_f"))
     assert indices.labels == ["f"]
-    assert [match.node for match in found.matches] == ["b", "y"]
+    assert [match.resolution.node for match in found.matches] == ["b", "y"]
 
 
 def test_calls_in_a_gradient_are_inlined() -> None:
@@ -131,7 +131,7 @@ def test_an_embedded_gradient_may_request_another_one() -> None:
     assert indices.labels == ["f", "h"]
     assert [(mark.node, mark.rule, mark.outputs) for mark in found.marks] == [("y", 0, 1), ("G/inner", 1, 1)]
     # Matches list only nodes of the uploaded graph.
-    assert [match.node for match in found.matches] == ["y"]
+    assert [match.resolution.node for match in found.matches] == ["y"]
 
 
 def test_gradients_that_request_others_do_not_nest() -> None:
@@ -150,7 +150,7 @@ def test_overrides_do_not_apply_inside_embedded_gradients() -> None:
     made = simple(gradient, G="grad_f")
     made.node.append(node("z", "Neg", "y"))
     found, _ = expanded(made, OverrideSpec(selector("Neg"), 7, "r", "Neg"), ys="z")
-    assert [match.node for match in found.matches] == ["y", "z"]
+    assert [match.resolution.node for match in found.matches] == ["y", "z"]
     assert [mark.node for mark in found.marks] == ["y", "z"]
 
 
@@ -225,7 +225,7 @@ def test_a_plain_op_gets_a_gradient_by_name() -> None:
     made = brings(graph(placeholder(), node("y", "Sign", "x"), functions=[doubling()]), G="grad_f")
     made.node[1].attr[GRADIENT].s = b"G"
     found, indices = expanded(made)
-    assert (indices.labels, found.matches[0].label, found.marks[0].outputs) == (["G"], "G", 0)
+    assert (indices.labels, found.matches[0].resolution.label, found.marks[0].outputs) == (["G"], "G", 0)
 
 
 def test_a_call_gets_a_gradient_by_name() -> None:
@@ -233,4 +233,4 @@ def test_a_call_gets_a_gradient_by_name() -> None:
     made = brings(graph(placeholder(), call("y", "inner", "x"), functions=[inner, doubling()]), G="grad_f")
     made.node[1].attr[GRADIENT].s = b"G"
     found, _ = expanded(made)
-    assert [(match.node, match.rule) for match in found.matches] == [("y", 0)]
+    assert [(match.resolution.node, match.rule) for match in found.matches] == [("y", 0)]

@@ -170,7 +170,7 @@ def test_positions_in_a_loop_count_the_first_iteration_of_a_path(place: int, nam
     )
     overrides = [spec(0, op_type="Neg", position=Position(index=place))]
     found = expand(made, ["y"], ys=["y"], xs=["x"], overrides=overrides)
-    assert {match.node for match in found.matches} == names
+    assert {match.resolution.node for match in found.matches} == names
 
 
 def test_an_expansion_is_counted_without_inlining() -> None:
@@ -225,7 +225,7 @@ def passing_on() -> Graph:
 def test_nodes_that_inlining_adds_belong_to_regions_but_do_not_match() -> None:
     selector = {"region": Region(inputs=["x"], outputs=["y"])}
     found = expand(passing_on(), ["y"], ys=["y"], xs=["x"], overrides=[spec(0, **selector)])
-    assert [match.nodes for match in found.matches] == [("r", "y")]
+    assert [tuple(match.resolution.nodes) for match in found.matches] == [("r", "y")]
     pattern = spec(0, pattern=["Identity", "Neg"])
     assert expand(passing_on(), ["y"], ys=["y"], xs=["x"], overrides=[pattern]).matches == []
 
@@ -372,7 +372,9 @@ def selectors(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def labels_of(found: Expanded) -> dict[tuple[str, ...], str]:
-    return {match.nodes or (match.node,): match.label for match in found.matches}
+    return {
+        tuple(match.resolution.nodes) or (match.resolution.node,): match.resolution.label for match in found.matches
+    }
 
 
 @settings(max_examples=150, deadline=None)

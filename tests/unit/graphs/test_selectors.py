@@ -51,7 +51,7 @@ def network() -> Graph:
 
 def matches(*specs: OverrideSpec, made: Graph | None = None, **request: Any) -> dict[str, str]:
     expanded = expand(made or network(), ["y"], ys=["y"], xs=["x"], overrides=specs, **request)
-    return {match.node: match.label for match in expanded.matches}
+    return {match.resolution.node: match.resolution.label for match in expanded.matches}
 
 
 def spec(label: str, *, optional: bool = False, index: int = 0, **conditions: Any) -> OverrideSpec:
@@ -97,9 +97,14 @@ def test_first_match_wins_and_default_makes_exceptions() -> None:
 
 def test_a_match_holds_node_op_rule_and_label() -> None:
     expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[spec("Sign", op_type="Sign", index=0)])
-    inside = next(match for match in expanded.matches if match.node == "c/s")
-    assert (inside.op_type, inside.function, inside.rule_name, inside.override) == ("Sign", "inner", "rule", 0)
-    pruned = next(match for match in expanded.matches if match.node == "off/s")
+    inside = next(match for match in expanded.matches if match.resolution.node == "c/s")
+    assert (inside.resolution.op_type, inside.resolution.function, inside.resolution.rule, inside.override) == (
+        "Sign",
+        "inner",
+        "rule",
+        0,
+    )
+    pruned = next(match for match in expanded.matches if match.resolution.node == "off/s")
     assert pruned.mark is None
     assert pruned.differentiable
 
@@ -113,7 +118,11 @@ def test_matches_of_types_without_gradients_are_not_differentiable() -> None:
     expanded = expand(
         made, ["y"], ys=["y"], xs=["x"], overrides=[spec("o", op_type="Cast"), spec("p", op_type="Placeholder")]
     )
-    assert {match.node: match.differentiable for match in expanded.matches} == {"x": True, "i": False, "y": False}
+    assert {match.resolution.node: match.differentiable for match in expanded.matches} == {
+        "x": True,
+        "i": False,
+        "y": False,
+    }
     assert "_gradient_op_type" not in nodes_of(expanded)["i"].attr
     assert "_gradient_op_type" not in nodes_of(expanded)["x"].attr
 
@@ -130,7 +139,11 @@ def test_overrides_precede_the_attribute_of_a_node() -> None:
         return 3
 
     expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[spec("o", node="a/s")], known_rule=known_rule)
-    own = {match.node: (match.rule, match.label, match.override) for match in expanded.matches if match.label != "o"}
+    own = {
+        match.resolution.node: (match.rule, match.resolution.label, match.override)
+        for match in expanded.matches
+        if match.resolution.label != "o"
+    }
     assert own == {"a/b/s": (3, "Sign", -1), "off/s": (3, "Sign", -1)}
     assert asked == [("known", "Sign")]
 
@@ -145,7 +158,7 @@ def test_gradients_of_other_processes_are_marked_as_foreign() -> None:
         (-1, "a/s", ""),
         (-2, "a/b/s", "CustomGradient-17"),
     ]
-    assert [match.node for match in expanded.matches] == ["a/s"]
+    assert [match.resolution.node for match in expanded.matches] == ["a/s"]
 
 
 def test_unknown_rule_in_an_attribute_is_refused() -> None:
@@ -216,7 +229,7 @@ def test_a_matched_call_is_a_subgraph() -> None:
     expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=specs)
     written = nodes_of(expanded)
     assert [(mark.node, mark.outputs, mark.op_type) for mark in expanded.marks] == [("c", 1, "PartitionedCall")]
-    assert {match.node: match.mark for match in expanded.matches} == {"c": 0}
+    assert {match.resolution.node: match.mark for match in expanded.matches} == {"c": 0}
     (marked,) = (item for item in written.values() if "_gradrule_mark" in item.attr)
     assert marked.op == "IdentityN"
     assert marked.input == ["c/result_0", "x"]
@@ -269,7 +282,7 @@ def test_a_region_is_in_each_branch_that_has_its_tensors() -> None:
     chosen = OverrideSpec(Selector(region=Region(inputs=["fork/a"], outputs=["fork/t"])), 7, "rule", "region")
     made = branching("t:activations:0")
     expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[chosen])
-    assert [(match.function, match.nodes) for match in expanded.matches] == [
+    assert [(match.resolution.function, tuple(match.resolution.nodes)) for match in expanded.matches] == [
         ("first", ("fork/s", "fork/t")),
         ("second", ("fork/s", "fork/t")),
     ]
@@ -283,7 +296,10 @@ def test_dependence_begins_in_each_branch() -> None:
         xs=["x"],
         overrides=[spec("behind", depends_on=["fork/s"], scope="fork")],
     )
-    assert [(match.node, match.function) for match in found.matches] == [("fork/t", "first"), ("fork/t", "second")]
+    assert [(match.resolution.node, match.resolution.function) for match in found.matches] == [
+        ("fork/t", "first"),
+        ("fork/t", "second"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +318,7 @@ def test_dependence_begins_in_each_branch() -> None:
 )
 def test_a_branch_in_brackets_selects_its_nodes_alone(conditions: dict[str, Any]) -> None:
     found = expand(branching(), ["y"], ys=["y"], xs=["x"], overrides=[spec("one", **conditions)]).matches
-    assert [(match.node, match.qualified_name, match.function) for match in found] == [
+    assert [(match.resolution.node, match.resolution.qualified_name, match.resolution.function) for match in found] == [
         ("fork/s", "fork[then]/s", "first")
     ]
 
@@ -319,7 +335,7 @@ def test_a_branch_in_brackets_selects_its_nodes_alone(conditions: dict[str, Any]
 def test_a_regex_with_a_branch_matches_nodes_outside_of_branches_too(regex: str, found: list[str]) -> None:
     chosen = spec("one", node_regex=regex)
     matches = expand(branching(), ["y"], ys=["y"], xs=["x"], overrides=[chosen]).matches
-    assert sorted(match.qualified_name for match in matches) == found
+    assert sorted(match.resolution.qualified_name or match.resolution.node for match in matches) == found
 
 
 def test_a_region_and_dependence_of_one_branch() -> None:
@@ -328,7 +344,11 @@ def test_a_region_and_dependence_of_one_branch() -> None:
     behind = spec("behind", depends_on=["fork[else]/s"], scope="fork")
     for one in (region, behind):
         (match,) = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[one]).matches
-        assert (match.node, match.qualified_name, match.function) == ("fork/t", "fork[else]/t", "second")
+        assert (match.resolution.node, match.resolution.qualified_name, match.resolution.function) == (
+            "fork/t",
+            "fork[else]/t",
+            "second",
+        )
 
 
 def test_conditionals_without_brackets_stand_for_all_branches() -> None:
@@ -349,7 +369,7 @@ def test_conditionals_without_brackets_stand_for_all_branches() -> None:
 
     def found(name: str) -> list[str]:
         expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[spec("one", node=name)])
-        return [match.qualified_name for match in expanded.matches]
+        return [match.resolution.qualified_name or match.resolution.node for match in expanded.matches]
 
     both = {name: f"fork[{name}]/case" for name in ("then", "else")}
     assert found("fork/case[1]/c/s") == [f"{one}[1]/c/s" for one in both.values()]
@@ -359,7 +379,7 @@ def test_conditionals_without_brackets_stand_for_all_branches() -> None:
     def behind(name: str) -> list[str]:
         chosen = spec("one", node="fork/case/c/s", depends_on=[name])
         expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[chosen])
-        return [match.qualified_name for match in expanded.matches]
+        return [match.resolution.qualified_name or match.resolution.node for match in expanded.matches]
 
     assert behind("fork/case[1]/a") == [f"{one}[1]/c/s" for one in both.values()]
     assert behind("fork[else]/case/a") == [f"{both['else']}[0]/c/s", f"{both['else']}[1]/c/s"]
@@ -379,7 +399,7 @@ def test_many_names_of_branches_are_found_quickly() -> None:
     chosen = spec("one", node="y", depends_on=[f"fork[{number}]/t" for number in range(1000)])
     started = time.process_time()
     (match,) = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[chosen]).matches
-    assert match.node == "y"
+    assert match.resolution.node == "y"
     assert time.process_time() - started < 6
 
 
@@ -426,7 +446,7 @@ def test_a_carve_out_by_region_is_a_match_with_a_mark() -> None:
     expanded = expand(
         network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("s", op_type="Sign", index=1, optional=True)]
     )
-    (carved,) = (match for match in expanded.matches if match.label == "carve")
+    (carved,) = (match for match in expanded.matches if match.resolution.label == "carve")
     assert carved.mark is not None
     assert expanded.marks[carved.mark].rule == -1
     assert expanded.marks[carved.mark].outputs == 1
@@ -440,7 +460,7 @@ def test_default_on_a_call_exempts_its_inner_nodes() -> None:
     assert expanded.marks[marked.attr["_gradrule_mark"].i] == link_pb2.MarkedNode(rule=-1, node="c")
     assert marked.attr["_gradient_op_type"].s == b"gradrule"
     assert {mark.node for mark in expanded.marks} == {"c", "a/s", "a/b/s"}
-    assert "c/s" not in {match.node for match in expanded.matches}
+    assert "c/s" not in {match.resolution.node for match in expanded.matches}
     assert reasons_of(network(), ["y"], ys=["y"], xs=["x"], overrides=[spec("n", node="nope")]) == [
         "UNMATCHED_OVERRIDE"
     ]
