@@ -84,11 +84,16 @@ def _aligned(value: Any) -> Any:
     size = getattr(value, "nbytes", 0)
     if size < _LARGE or value.dtype.hasobject or value.__array_interface__["data"][0] % _ALIGNMENT == 0:
         return value
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    copy = memory[start : start + size].view(value.dtype).reshape(value.shape)
+    copy = aligned_bytes(size).view(value.dtype).reshape(value.shape)
     np.copyto(copy, value)
     return copy
+
+
+def aligned_bytes(size: int) -> np.ndarray:
+    """Returns memory that a session uses as it is, with undefined content. Raises `MemoryError`."""
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return memory[start : start + size]
 
 
 class FunctionCall:
