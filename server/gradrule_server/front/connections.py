@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
@@ -152,7 +152,7 @@ class Connection:
         try:
             raw = await asyncio.shield(reading)
         except asyncio.CancelledError:
-            reading.add_done_callback(_retrieve)
+            reading.add_done_callback(retrieve)
             raise
         finally:
             self.finish_read(raw)
@@ -174,7 +174,7 @@ class Connection:
             self.stalled_since, self.delivered_at_stall_start = now, self._delivered
 
 
-def _retrieve(reading: asyncio.Future[object]) -> None:
+def retrieve(reading: asyncio.Future[Any]) -> None:
     """Retrieves the result of an abandoned read, since asyncio would log its exception."""
     if not reading.cancelled():
         reading.exception()

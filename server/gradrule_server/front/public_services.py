@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TypeAlias, cast
+from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
 from gradrule_server.front.calls import Context
-from gradrule_server.front.connections import Connection, ConnectionWatch
+from gradrule_server.front.connections import Connection, ConnectionWatch, retrieve
 from gradrule_server.front.sockets import close_connection
 
 # Messages that may be read at a time.
@@ -76,9 +76,8 @@ class SmallReads:
         self._make_room(connection)
         mine = _Waiting(connection)
         self._waiting[mine] = None
-        connection.reads += 1
-        reading: asyncio.Future[object] = asyncio.ensure_future(context.read())
-        reading.add_done_callback(lambda read: connection.finish_read(_message_of(read)))
+        reading = asyncio.ensure_future(connection.read(context))
+        reading.add_done_callback(retrieve)
         try:
             await asyncio.wait((reading, mine.ended), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -87,8 +86,7 @@ class SmallReads:
             if mine.ended.done():
                 await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests are being read; try again")
             await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came within {seconds:g} s")
-        raw = reading.result()
-        return None if raw is grpc.aio.EOF else cast(bytes, raw)
+        return reading.result()
 
     def _make_room(self, connection: Connection) -> None:
         waiting = [each for each in self._waiting if not each.ended.done()]
@@ -142,11 +140,6 @@ async def refuse(context: Context, code: grpc.StatusCode, message: str) -> NoRet
     """Ends a call with a status."""
     await context.abort(code, message)
     raise AssertionError("abort always raises")
-
-
-def _message_of(reading: asyncio.Future[object]) -> object:
-    """Returns the message that was read; None where there is none."""
-    return None if reading.cancelled() or reading.exception() is not None else reading.result()
 
 
 class Health:
