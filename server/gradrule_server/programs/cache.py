@@ -69,15 +69,16 @@ class ProgramCache:
         self._by_header: dict[bytes, _Row] = {}
         self._uses = itertools.count(1)
         self._held_bytes: int | None = 0
+        self._header_bytes = 0
 
     @property
     def held_bytes(self) -> int:
-        """The approximate size of all programs, bytes. Each file of values counts once."""
+        """The approximate size of all programs and headers, bytes. Each file of values counts once."""
         if self._held_bytes is None:
             programs = [row.program for row in self._rows.values()]
             files = {file.name: file.size for program in programs for file in program.loadable.files}
             self._held_bytes = sum(program.size for program in programs) + sum(files.values())
-        return self._held_bytes
+        return self._held_bytes + self._header_bytes
 
     def __len__(self) -> int:
         """Returns the number of programs."""
@@ -107,11 +108,11 @@ class ProgramCache:
         row = self._rows.get(key)
         if row is None or row.program is not plan.program or len(header) > _MAX_HEADER_BYTES:
             return
+        self._header_bytes += 0 if header in row.plans else len(header)
         row.plans[header] = plan
         self._by_header[header] = row
         if len(row.plans) > _MAX_PLANS:
-            oldest = next(iter(row.plans))
-            del row.plans[oldest], self._by_header[oldest]
+            self._remove_plan(row, next(iter(row.plans)))
 
     def recent(self) -> Iterator[tuple[ProgramKey, RunnableProgram]]:
         """Yields the programs, most recently used first."""
@@ -145,6 +146,10 @@ class ProgramCache:
 
     def _remove(self, key: ProgramKey) -> None:
         row = self._rows.pop(key)
-        for header in row.plans:
-            del self._by_header[header]
+        for header in list(row.plans):
+            self._remove_plan(row, header)
         self._held_bytes = None
+
+    def _remove_plan(self, row: _Row, header: bytes) -> None:
+        del row.plans[header], self._by_header[header]
+        self._header_bytes -= len(header)

@@ -112,6 +112,7 @@ def test_dropping_a_program_drops_only_its_plans() -> None:
     cache.remove(lambda key: key == keys["a"])
     assert cache.find_plan(b"a\0") is None
     assert not cache._by_header
+    assert cache.held_bytes == 100
 
 
 def test_plans_of_a_program_that_was_dropped_or_replaced_are_not_kept() -> None:
@@ -131,6 +132,7 @@ def test_oldest_plans_of_a_program_are_dropped() -> None:
     for number in range(200):
         cache.add_plan(b"%d" % number, key, plan(program))
     assert len(cache._by_header) < 200
+    assert cache.held_bytes == 100 + sum(map(len, cache._by_header))
     assert cache.find_plan(b"0") is None
     assert cache.find_plan(b"199") is not None
 
