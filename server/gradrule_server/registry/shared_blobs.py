@@ -98,8 +98,9 @@ class SharedBlobs:
         self._seen_s: dict[BlobKey, float] = {}
         self._lock = threading.Lock()
         self._fetches: dict[BlobKey, asyncio.Task[None]] = {}
-        self._fetch_slots = TenantSlots(MAX_TRANSFERS, tenant_transfers)
-        self._upload_slots = TenantSlots(MAX_TRANSFERS, tenant_transfers)
+        # Large transfers must not hold up those who only ask whether a blob is there.
+        slots = [TenantSlots(MAX_TRANSFERS, tenant_transfers) for _ in range(3)]
+        self._fetch_slots, self._upload_slots, self._lookup_slots = slots
         self._warning = RepeatedWarning(_log)
 
     async def upload(self, folder: str, function: Callable[[], T]) -> T:
@@ -108,7 +109,7 @@ class SharedBlobs:
 
     async def look_up(self, folder: str, function: Callable[[], T]) -> T:
         """Returns what a function returns that waits for the object store; runs it in a thread, a few at a time."""
-        return await self._in_slot(self._fetch_slots, folder, function)
+        return await self._in_slot(self._lookup_slots, folder, function)
 
     async def fetch(self, key: BlobKey, download: Callable[[], None]) -> None:
         """Waits until a blob is fetched: once for all that wait, and a few blobs at a time.
@@ -121,7 +122,8 @@ class SharedBlobs:
         """
         running = self._fetches.get(key)
         if running is None:
-            running = self._fetches[key] = asyncio.create_task(self.look_up(key[0], download), name="fetch-blob")
+            work = self._in_slot(self._fetch_slots, key[0], download)
+            running = self._fetches[key] = asyncio.create_task(work, name="fetch-blob")
             running.add_done_callback(lambda _: self._fetches.pop(key))
         # A caller that is cancelled must not cancel the fetch for others.
         await asyncio.shield(running)

@@ -184,6 +184,7 @@ async def test_slow_transfers_of_a_tenant_do_not_hold_up_others(
     uploads = [asyncio.create_task(upload(theirs, bytes([200 + number]))) for number in range(10)]
     assert await content(grace, other) == WEIGHTS
     await upload(grace, b"other")
+    assert await theirs.look_up(lambda: theirs.missing([*names, other])) == [other]
     assert not any(transfer.done() for transfer in (*fetches, *uploads))
     may_go_on.set()
     assert await asyncio.gather(*fetches) == [bytes([number]) for number in range(10)]
@@ -291,7 +292,7 @@ async def test_few_lookups_wait_for_an_object_store_that_hangs(
     await asyncio.wait(calls)
     later = asyncio.create_task(blobs.look_up(lambda: blobs.missing(["1" * 64])))
     await asyncio.sleep(0)
-    assert shared_of(blobs)._fetch_slots.waiting == 1
+    assert shared_of(blobs)._lookup_slots.waiting == 1
     assert not started.acquire(blocking=False)
     may_go_on.set()
     assert await later == ["1" * 64]
