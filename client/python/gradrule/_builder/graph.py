@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
@@ -298,6 +298,16 @@ class Graph(GraphLookup, GraphOps):
         handle = self.op(op_type, *inputs, name=name, **attrs)
         assert isinstance(handle, TensorHandle)
         return handle
+
+    def add_function(self, function: graph_pb2.Function) -> None:
+        """Adds a function, unless the graph has one of this name; nodes call it by its name as their op type."""
+        if function.signature.name not in self._types.functions():
+            self._types.add_function(function)
+            self._bytes = b""
+
+    def messages(self) -> Sequence[graph_pb2.Node]:
+        """Returns the messages of all nodes at the top level; they must not be changed."""
+        return self._message.node
 
     def _node_handle(self, message: graph_pb2.Node) -> Node:
         return Node(self, message)

@@ -55,6 +55,11 @@ class GraphTypes:
         """Returns the definition of an op type or of a function of the graph; None if there is none."""
         return self._functions.get(op_type) or op_definitions.find(op_type)
 
+    def add_function(self, function: graph_pb2.Function) -> None:
+        """Adds a function to the graph. Its name must be new."""
+        self._message.library.function.append(function)
+        self._functions[function.signature.name] = op_definitions.from_signature(function.signature)
+
     def add(self, node: graph_pb2.Node, outputs: tuple[int, ...]) -> None:
         """Adds a node with the element types of its outputs."""
         self._nodes[node.name] = node

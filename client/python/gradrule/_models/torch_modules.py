@@ -1,0 +1,284 @@
+"""Converts PyTorch modules to graphs by `torch.export`."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from gradrule._builder.graph import Graph
+from gradrule._builder.handles import TensorHandle
+from gradrule._builder.specs import LayerCall
+from gradrule._models.model_graph import ModelGraph, Value
+from gradrule._models.torch_ops import ATEN_OPS, Converted, OpCall, UnsupportedOpError, dtype_of
+from gradrule.errors import Detail, InvalidGraphError, UnsupportedError
+
+_SIZE_OPS: dict[Any, str] = {
+    operator.add: "AddV2",
+    operator.sub: "Sub",
+    operator.mul: "Mul",
+    operator.floordiv: "FloorDiv",
+    operator.mod: "FloorMod",
+    operator.neg: "Neg",
+}
+# Nodes that only check sizes; the graph's ops check their own.
+_CHECKS = ("_assert", "sym_constrain", "_assert_scalar", "_assert_tensor_metadata")
+_COMPARISONS = frozenset({operator.eq, operator.ne, operator.ge, operator.gt, operator.le, operator.lt})
+
+
+def from_torch(module: Any, examples: Sequence[Any], dynamic_shapes: Any) -> Graph:
+    """Implements `gradrule.from_torch`."""
+    if not isinstance(module, torch.nn.Module):
+        raise InvalidGraphError(f"{type(module).__name__} is no torch.nn.Module")
+    program = _exported(module, tuple(examples), dynamic_shapes)
+    return _Conversion(module, program).run()
+
+
+def _exported(module: torch.nn.Module, examples: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
+    try:
+        if dynamic_shapes is None:
+            program = _with_any_batch(module, examples)
+        else:
+            program = torch.export.export(module, examples, dynamic_shapes=dynamic_shapes)
+        return program.run_decompositions(_decompositions())
+    except Exception as cause:
+        # Everything that a module's Python code raises passes here.
+        raise InvalidGraphError(
+            f"torch.export cannot trace {type(module).__name__}: {_first_lines(cause)}. See the error above, and "
+            "torch.export's documentation on what a module may do"
+        ) from cause
+
+
+def _with_any_batch(module: torch.nn.Module, examples: tuple[Any, ...]) -> ExportedProgram:
+    """Exports a module with any size of the first axis of all inputs, or with the sizes of the examples."""
+    tensors = [leaf for leaf in pytree.tree_leaves(examples) if isinstance(leaf, torch.Tensor)]
+    if not tensors or any(tensor.dim() == 0 for tensor in tensors):
+        return torch.export.export(module, examples)
+
+    # A size of 1 would be taken for a constant.
+    def repeated(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.shape[0] == 1:
+            return leaf.expand(2, *leaf.shape[1:]).clone()
+        return leaf
+
+    def axes(leaf: Any) -> Any:
+        return {0: Dim.AUTO} if isinstance(leaf, torch.Tensor) else None
+
+    shapes = pytree.tree_map(axes, examples)
+    try:
+        return torch.export.export(module, pytree.tree_map(repeated, examples), dynamic_shapes=shapes)
+    except Exception:
+        # The module needs these very sizes; an error of the module itself comes again.
+        return torch.export.export(module, examples)
+
+
+def _decompositions() -> Any:
+    """Returns PyTorch's decompositions of all operations that cannot be converted as they are."""
+    table = torch.export.default_decompositions()
+    for target in list(table):
+        if _name(target) in ATEN_OPS:
+            table.pop(target)
+    return table
+
+
+def _name(target: Any) -> str:
+    """Returns `linear` for `aten.linear.default`."""
+    text = str(target)
+    return text.split(".")[1] if text.startswith("aten.") else text
+
+
+def _first_lines(cause: BaseException) -> str:
+    return " ".join(str(cause).split())[:300]
+
+
+class _Conversion:
+    """One conversion of an exported program."""
+
+    def __init__(self, module: torch.nn.Module, program: ExportedProgram) -> None:
+        self._module = module
+        self._program = program
+        self._model = ModelGraph()
+        self._values: dict[torch.fx.Node, Converted] = {}
+        self._refused: list[Detail] = []
+        self._modules = dict(module.named_modules())
+
+    def run(self) -> Graph:
+        """Returns the graph. Raises `UnsupportedError` with everything that cannot be converted."""
+        self._add_inputs()
+        for node in self._program.graph.nodes:
+            if node.op == "call_function":
+                self._convert(node)
+            elif node.op not in ("placeholder", "output"):
+                self._refuse(node, f"{node.op} nodes")
+        if self._refused:
+            names = ", ".join(dict.fromkeys(detail.message.partition(" ")[0] for detail in self._refused))
+            raise UnsupportedError(
+                f"{type(self._module).__name__} has operations that gr.from_torch cannot convert: {names}",
+                details=self._refused,
+            )
+        self._add_outputs()
+        self._add_layers()
+        return self._model.graph
+
+    # Inputs.
+
+    def _add_inputs(self) -> None:
+        graph, state = self._model.graph, self._program.state_dict
+        nodes = {node.name: node for node in self._program.graph.nodes if node.op == "placeholder"}
+        for spec in self._program.graph_signature.input_specs:
+            name = getattr(spec.arg, "name", "")
+            node = nodes[name]
+            if spec.kind is InputKind.USER_INPUT:
+                example = node.meta.get("val")
+                if not isinstance(example, torch.Tensor):
+                    self._values[node] = example
+                    continue
+                shape = [size if isinstance(size, int) else None for size in example.shape]
+                self._values[node] = Value(graph.placeholder(name, dtype_of(example), shape), example.dim())
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+                target = str(spec.target)
+                tensor = state[target] if target in state else self._program.constants[target]
+                self._values[node] = self._weight(spec.kind, target, tensor)
+            else:
+                self._refuse(node, f"inputs of kind {spec.kind.name}")
+
+    def _weight(self, kind: InputKind, name: str, tensor: torch.Tensor) -> Value:
+        array = tensor.detach().cpu().contiguous().numpy()
+        if kind is InputKind.CONSTANT_TENSOR or name not in self._module.state_dict():
+            return Value(self._model.graph.constant(array, name="constants/" + name.replace(".", "/")), array.ndim)
+        variable = self._model.graph.variable(name, array)
+        if not tensor.requires_grad:
+            self._model.graph.non_trainable.add(name)
+        return Value(variable, array.ndim)
+
+    # Nodes.
+
+    def _convert(self, node: torch.fx.Node) -> None:
+        target = node.target
+        if target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, torch.fx.Node)
+            values = self._values.get(source)
+            self._values[node] = values[index] if isinstance(values, (tuple, list)) else None
+            return
+        name = _name(target)
+        if any(check in name for check in _CHECKS) or target in _COMPARISONS:
+            return
+        call = OpCall(self._model, node, self._value_of)
+        with self._model.scope(self._path(node)):
+            try:
+                if target in _SIZE_OPS:
+                    self._values[node] = self._size_op(node)
+                elif name == "sym_size":
+                    self._values[node] = self._model.size_of(call.value(0), call.int_of(1))
+                elif name in ATEN_OPS:
+                    self._values[node] = ATEN_OPS[name](call)
+                else:
+                    raise UnsupportedOpError("")
+            except UnsupportedOpError as cause:
+                self._refuse(node, f"{name} {cause}".strip())
+            except _MissingInputError:
+                # It takes the result of a node that is refused already.
+                return
+
+    def _size_op(self, node: torch.fx.Node) -> TensorHandle:
+        operands = [self._value_of(arg) for arg in node.args]
+        return self._model.op(
+            _SIZE_OPS[node.target],
+            *(self._model.constant(arg, "int32") if isinstance(arg, int) else arg for arg in operands),
+        )
+
+    def _value_of(self, arg: Any) -> Any:
+        """Returns an argument with values in place of the exported program's nodes."""
+        if isinstance(arg, torch.fx.Node):
+            if arg not in self._values:
+                raise _MissingInputError
+            return self._values[arg]
+        if isinstance(arg, (list, tuple)):
+            return [self._value_of(item) for item in arg]
+        return arg
+
+    def _path(self, node: torch.fx.Node) -> str:
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [path for path, _ in stack.values()]
+        return _node_path(paths[-1]) if paths else ""
+
+    def _refuse(self, node: torch.fx.Node, what: str) -> None:
+        path = self._path(node).replace("/", ".")
+        where = f"in module {path!r}" if path else "in the module itself"
+        trace = node.meta.get("stack_trace") or ""
+        lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+        if lines:
+            where += f", {lines[-1]}"
+        self._refused.append(Detail(UnsupportedError.REASON, f"{what} ({where})", node=node.name))
+
+    # Outputs.
+
+    def _add_outputs(self) -> None:
+        graph = self._model.graph
+        output = next(node for node in self._program.graph.nodes if node.op == "output")
+        kept = [
+            arg
+            for arg, spec in zip(output.args[0], self._program.graph_signature.output_specs, strict=True)
+            if spec.kind is OutputKind.USER_OUTPUT
+        ]
+        names = _output_names(self._program.call_spec.out_spec, len(kept))
+        for name, node in zip(names, kept, strict=True):
+            value = self._values.get(node) if isinstance(node, torch.fx.Node) else None
+            if isinstance(value, Value):
+                graph.aliases[name] = self._model.natural(value).name
+
+    def _add_layers(self) -> None:
+        """Adds the calls of submodules, so that the path of a module names its output."""
+        calls: dict[str, list[torch.fx.Node]] = {}
+        for node in self._program.graph.nodes:
+            for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+                if path:
+                    calls.setdefault(path, []).append(node)
+        for path, nodes in calls.items():
+            own = set(nodes)
+            inputs = [
+                source
+                for node in nodes
+                for source in node.all_input_nodes
+                if source not in own and not self._is_weight(source)
+            ]
+            outputs = [node for node in nodes if any(user not in own for user in node.users)]
+            module = self._modules.get(path.partition("@")[0])
+            if module is not None:
+                self._model.graph.layers.append(
+                    LayerCall(_node_path(path), type(module), self._names(inputs), self._names(outputs), id(module))
+                )
+
+    def _is_weight(self, node: torch.fx.Node) -> bool:
+        return node.op == "placeholder" and node.name not in self._program.graph_signature.user_inputs
+
+    def _names(self, nodes: Sequence[torch.fx.Node]) -> tuple[str, ...]:
+        values = (self._values.get(node) for node in nodes)
+        return tuple(dict.fromkeys(value.handle.name for value in values if isinstance(value, Value)))
+
+
+class _MissingInputError(Exception):
+    """Reports that a node takes the result of a node that cannot be converted."""
+
+
+def _node_path(path: str) -> str:
+    """Converts a module's path to a scope. A module that is called again has the path `path@1`."""
+    return path.replace("@", "_").replace(".", "/")
+
+
+def _output_names(spec: Any, count: int) -> list[str]:
+    """Returns `output`, `output_0`, …, or the keys of a dict."""
+    tree = pytree.tree_unflatten(list(range(count)), spec)
+    if isinstance(tree, int):
+        return ["output"]
+    if isinstance(tree, dict) and all(isinstance(value, int) for value in tree.values()):
+        by_index = {index: str(key) for key, index in tree.items()}
+        return [by_index[index] for index in range(count)]
+    return ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
