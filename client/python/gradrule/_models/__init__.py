@@ -41,7 +41,9 @@ def from_torch(module: Any, /, *example_inputs: Any, dynamic_shapes: Any = None)
         InvalidGraphError: `torch.export` cannot trace the module.
     """
     if importlib.util.find_spec("torch") is None:
-        raise UnsupportedError("gr.from_torch needs PyTorch, which is not installed here: pip install 'gradrule[torch]'")
+        raise UnsupportedError(
+            "gr.from_torch needs PyTorch, which is not installed here: pip install 'gradrule[torch]'"
+        )
     from gradrule._models import torch_modules
 
     return torch_modules.from_torch(module, example_inputs, dynamic_shapes)

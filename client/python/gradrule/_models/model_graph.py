@@ -19,6 +19,10 @@ Size: TypeAlias = "int | TensorHandle"
 """A known size of an axis, or an int32 scalar of the graph."""
 
 
+class UnsupportedOpError(Exception):
+    """Reports arguments of an operation that cannot be converted; the message says which."""
+
+
 @dataclass(slots=True, eq=False)
 class Value:
     """A tensor of the model.

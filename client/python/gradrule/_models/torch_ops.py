@@ -438,9 +438,7 @@ def _layer_norm(call: OpCall) -> Converted:
     scale = model.natural(weight) if weight else model.constant(np.ones(shape), x.dtype)
     offset = model.natural(bias) if bias else model.constant(np.zeros(shape), x.dtype)
     axes = [*range(-len(shape), 0)]
-    y = Value(
-        model.composite("LayerNorm", model.natural(x), scale, offset, axes=axes, epsilon=call.arg("eps")), x.rank
-    )
+    y = Value(model.composite("LayerNorm", model.natural(x), scale, offset, axes=axes, epsilon=call.arg("eps")), x.rank)
     return [y, None, None] if isinstance(call._node.meta["val"], (tuple, list)) else y
 
 
@@ -646,9 +644,7 @@ def _pixel_shuffle(call: OpCall) -> Value:
     factor = call.int_of(1)
     channels, height, width = call.known_sizes(0, range(1, 4))
     tensor = model.natural(x)
-    parts = model.op(
-        "Reshape", tensor, model.int32(-1, channels // factor**2, factor, factor, height, width)
-    )
+    parts = model.op("Reshape", tensor, model.int32(-1, channels // factor**2, factor, factor, height, width))
     moved = model.op("Transpose", parts, model.int32(0, 1, 4, 2, 5, 3))
     shape = model.int32(-1, channels // factor**2, height * factor, width * factor)
     return Value(model.op("Reshape", moved, shape), 4)
@@ -733,9 +729,7 @@ def _vector_norm(call: OpCall) -> Value:
     if call.arg("ord") not in (2, None):
         raise UnsupportedOpError("with ord other than 2")
     model, x = call.model, call.value(0)
-    total = _reduced(
-        model, "Sum", model.elementwise("Square", x), call.axes("dim", x), keep=bool(call.arg("keepdim"))
-    )
+    total = _reduced(model, "Sum", model.elementwise("Square", x), call.axes("dim", x), keep=bool(call.arg("keepdim")))
     return model.elementwise("Sqrt", total)
 
 
@@ -932,9 +926,7 @@ def _index(call: OpCall) -> Value:
         size = call.shape_of(0)[axis]
         if not isinstance(size, int):
             raise UnsupportedOpError("of an axis whose size is not known")
-        wrapped = model.op(
-            "FloorMod", model.natural(index), model.constant(size, index.dtype), name="wrapped_index"
-        )
+        wrapped = model.op("FloorMod", model.natural(index), model.constant(size, index.dtype), name="wrapped_index")
         return Value(model.op("GatherV2", model.natural(x), wrapped, axis), x.rank - 1 + index.rank)
     if given == [*range(len(given))] and len({indices[axis].rank for axis in given}) == 1:
         joined = model.op(
