@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from gradrule._rpc.sync_client.forward import ForwardHandle
     from gradrule._rpc.sync_client.programs import Program
     from gradrule._rpc.sync_client.sessions import Session
+    from gradrule._models import from_torch
     from gradrule._tracing import from_keras, trace
     from gradrule._tracing.loading import load
     from gradrule.errors import GradruleError
@@ -48,7 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "connect", "tls", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
     "Session", "AsyncSession", "StepResult", "optimizers", "schedules",
-    "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "Blob",
+    "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "from_torch", "Blob",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "FirstDifference", "FiniteDifferences", "SweepResult",
@@ -75,6 +76,7 @@ _MODULES = {
     "load": "_tracing.loading",
     "trace": "_tracing",
     "from_keras": "_tracing",
+    "from_torch": "_models",
     "Rule": "_builder.rules",
     "Override": "_builder.overrides",
     "Preset": "_builder.overrides",

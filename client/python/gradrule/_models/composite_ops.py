@@ -15,7 +15,7 @@ from typing import Any
 from gradrule._builder.graph import Graph
 from gradrule._builder.handles import TensorHandle
 from gradrule.common import op_definitions, tensor_codec
-from gradrule.v1 import graph_pb2, tensor_pb2
+from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt
 
 # Stands for `T` while a function is built; the bodies use this type for nothing else.

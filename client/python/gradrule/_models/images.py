@@ -77,7 +77,8 @@ def convolution(
     """
     axes = x.rank - 2
     _check_axes(axes)
-    tensor, padding = _without_negative_padding(model, model.channels_last(x), padding)
+    tensor, whole = _without_negative_padding(model, model.channels_last(x), [(0, 0), *padding, (0, 0)])
+    padding = whole[1:-1]
     kernel = model.op("Transpose", weight, model.int32(*range(2, axes + 2), 1, 0))
     strides, dilations = list(strides), list(dilations)
     if axes == 1:
@@ -383,12 +384,15 @@ def _cubic(distance: np.ndarray[Any, Any], a: float) -> np.ndarray[Any, Any]:
     return np.where(distance <= 1, near, np.where(distance < 2, far, 0))
 
 
-def padded(model: ModelGraph, tensor: TensorHandle, padding: Padding, filler: float = 0) -> TensorHandle:
-    """Pads the axes between the first and the last one; negative numbers leave elements out."""
+def padded(
+    model: ModelGraph, tensor: TensorHandle, padding: Padding, filler: float = 0, *, all_axes: bool = False
+) -> TensorHandle:
+    """Pads the axes between the first and the last one, or all; negative numbers leave elements out."""
+    padding = padding if all_axes else [(0, 0), *padding, (0, 0)]
     tensor, padding = _without_negative_padding(model, tensor, padding)
     if not _any(padding):
         return tensor
-    amounts = model.constant(np.array([(0, 0), *padding, (0, 0)]), "int32")
+    amounts = model.constant(np.array(padding), "int32")
     if filler == 0:
         return model.op("Pad", tensor, amounts)
     return model.op("PadV2", tensor, amounts, model.constant(filler, Value(tensor, 0).dtype))
@@ -403,9 +407,9 @@ def _without_negative_padding(
     begin = [max(0, -before) for before, _ in padding]
     end = [-max(0, -after) for _, after in padding]
     # Axes without an end run to their last element.
-    mask = sum(1 << axis for axis, last in enumerate([0, *end, 0]) if last == 0)
-    ones = model.int32(*[1] * (len(padding) + 2))
-    cut = model.op("StridedSlice", tensor, model.int32(0, *begin, 0), model.int32(0, *end, 0), ones, end_mask=mask)
+    mask = sum(1 << axis for axis, last in enumerate(end) if last == 0)
+    ones = model.int32(*[1] * len(padding))
+    cut = model.op("StridedSlice", tensor, model.int32(*begin), model.int32(*end), ones, end_mask=mask)
     return cut, [(max(0, before), max(0, after)) for before, after in padding]
 
 

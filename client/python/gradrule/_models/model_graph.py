@@ -156,8 +156,16 @@ class ModelGraph:
     def broadcast(self, op_type: str, values: Sequence[Value], **attrs: Any) -> Value:
         """Adds a node whose inputs are broadcast, in the layout that needs no transposition if there is one."""
         rank = max(value.rank for value in values)
-        if any(value.channels_last and value.rank == rank for value in values) and all(
-            value.rank in (0, rank) for value in values
-        ):
-            return Value(self.op(op_type, *map(self.channels_last, values), **attrs), rank, channels_last=rank > 2)
-        return Value(self.op(op_type, *map(self.natural, values), **attrs), rank)
+        if not any(value.channels_last and value.rank == rank for value in values):
+            return Value(self.op(op_type, *map(self.natural, values), **attrs), rank)
+        operands = [self.channels_last(self._of_rank(value, rank)) for value in values]
+        return Value(self.op(op_type, *operands, **attrs), rank, channels_last=True)
+
+    def _of_rank(self, value: Value, rank: int) -> Value:
+        """Returns a value with axes of size 1 in front; a scalar as it is."""
+        if value.rank in (0, rank):
+            return value
+        handle = self.natural(value)
+        for _ in range(rank - value.rank):
+            handle = self.op("ExpandDims", handle, 0)
+        return Value(handle, rank)

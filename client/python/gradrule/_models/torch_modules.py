@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import os
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch.utils import _pytree as pytree
 from gradrule._builder.graph import Graph
 from gradrule._builder.handles import TensorHandle
 from gradrule._builder.specs import LayerCall
-from gradrule._models.model_graph import ModelGraph, Value
-from gradrule._models.torch_ops import ATEN_OPS, Converted, OpCall, UnsupportedOpError, dtype_of
+from gradrule._models.model_graph import ModelGraph, UnsupportedOpError, Value
+from gradrule._models.torch_ops import ATEN_OPS, Converted, OpCall, dtype_of
 from gradrule.errors import Detail, InvalidGraphError, UnsupportedError
 
 _SIZE_OPS: dict[Any, str] = {
@@ -27,6 +28,7 @@ _SIZE_OPS: dict[Any, str] = {
     operator.mod: "FloorMod",
     operator.neg: "Neg",
 }
+_TORCH_FOLDER = os.path.dirname(torch.__file__)
 # Nodes that only check sizes; the graph's ops check their own.
 _CHECKS = ("_assert", "sym_constrain", "_assert_scalar", "_assert_tensor_metadata")
 _COMPARISONS = frozenset({operator.eq, operator.ne, operator.ge, operator.gt, operator.le, operator.lt})
@@ -42,11 +44,14 @@ def from_torch(module: Any, examples: Sequence[Any], dynamic_shapes: Any) -> Gra
 
 def _exported(module: torch.nn.Module, examples: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
     try:
-        if dynamic_shapes is None:
-            program = _with_any_batch(module, examples)
-        else:
-            program = torch.export.export(module, examples, dynamic_shapes=dynamic_shapes)
-        return program.run_decompositions(_decompositions())
+        with warnings.catch_warnings():
+            # PyTorch warns of its own deprecated classes, and of weights that LSTM holds twice.
+            warnings.simplefilter("ignore")
+            if dynamic_shapes is None:
+                program = _with_any_batch(module, examples)
+            else:
+                program = torch.export.export(module, examples, dynamic_shapes=dynamic_shapes)
+            return program.run_decompositions(_decompositions())
     except Exception as cause:
         # Everything that a module's Python code raises passes here.
         raise InvalidGraphError(
@@ -82,9 +87,14 @@ def _decompositions() -> Any:
     """Returns PyTorch's decompositions of all operations that cannot be converted as they are."""
     table = torch.export.default_decompositions()
     for target in list(table):
-        if _name(target) in ATEN_OPS:
+        if _converter_of(target) is not None:
             table.pop(target)
     return table
+
+
+def _converter_of(target: Any) -> Any:
+    """Returns the function that converts an operation, by its name with or without the overload, or None."""
+    return ATEN_OPS.get(str(target).removeprefix("aten.")) or ATEN_OPS.get(_name(target))
 
 
 def _name(target: Any) -> str:
@@ -107,6 +117,12 @@ class _Conversion:
         self._values: dict[torch.fx.Node, Converted] = {}
         self._refused: list[Detail] = []
         self._modules = dict(module.named_modules())
+        self._state = module.state_dict(keep_vars=True)
+        # Weights that several modules share are one variable, with their first name.
+        self._first_names: dict[int, str] = {}
+        for name, tensor in self._state.items():
+            self._first_names.setdefault(id(tensor), name)
+        self._variables: dict[str, Value] = {}
 
     def run(self) -> Graph:
         """Returns the graph. Raises `UnsupportedError` with everything that cannot be converted."""
@@ -150,12 +166,14 @@ class _Conversion:
 
     def _weight(self, kind: InputKind, name: str, tensor: torch.Tensor) -> Value:
         array = tensor.detach().cpu().contiguous().numpy()
-        if kind is InputKind.CONSTANT_TENSOR or name not in self._module.state_dict():
+        if kind is InputKind.CONSTANT_TENSOR or name not in self._state:
             return Value(self._model.graph.constant(array, name="constants/" + name.replace(".", "/")), array.ndim)
-        variable = self._model.graph.variable(name, array)
-        if not tensor.requires_grad:
-            self._model.graph.non_trainable.add(name)
-        return Value(variable, array.ndim)
+        name = self._first_names[id(self._state[name])]
+        if name not in self._variables:
+            self._variables[name] = Value(self._model.graph.variable(name, array), array.ndim)
+            if not self._state[name].requires_grad:
+                self._model.graph.non_trainable.add(name)
+        return self._variables[name]
 
     # Nodes.
 
@@ -170,15 +188,16 @@ class _Conversion:
         name = _name(target)
         if any(check in name for check in _CHECKS) or target in _COMPARISONS:
             return
-        call = OpCall(self._model, node, self._value_of)
         with self._model.scope(self._path(node)):
             try:
                 if target in _SIZE_OPS:
                     self._values[node] = self._size_op(node)
                 elif name == "sym_size":
-                    self._values[node] = self._model.size_of(call.value(0), call.int_of(1))
-                elif name in ATEN_OPS:
-                    self._values[node] = ATEN_OPS[name](call)
+                    self._values[node] = self._model.size_of(self._value_of(node.args[0]), node.args[1])
+                elif (convert := _converter_of(target)) is not None:
+                    call = OpCall(self._model, node, self._value_of)
+                    self._values[node] = convert(call)
+                    call.check_all_read()
                 else:
                     raise UnsupportedOpError("")
             except UnsupportedOpError as cause:
@@ -205,17 +224,22 @@ class _Conversion:
         return arg
 
     def _path(self, node: torch.fx.Node) -> str:
-        stack = node.meta.get("nn_module_stack") or {}
-        paths = [path for path, _ in stack.values()]
+        paths = self._paths(node)
         return _node_path(paths[-1]) if paths else ""
+
+    def _paths(self, node: torch.fx.Node) -> list[str]:
+        """Returns the paths of the modules that a node belongs to, the innermost one last."""
+        stack = (path for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+        return [path for path in stack if path.partition("@")[0] in self._modules and path]
 
     def _refuse(self, node: torch.fx.Node, what: str) -> None:
         path = self._path(node).replace("/", ".")
         where = f"in module {path!r}" if path else "in the module itself"
         trace = node.meta.get("stack_trace") or ""
         lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+        own = [line for line in lines if _TORCH_FOLDER not in line]
         if lines:
-            where += f", {lines[-1]}"
+            where += f", {(own or lines)[-1]}"
         self._refused.append(Detail(UnsupportedError.REASON, f"{what} ({where})", node=node.name))
 
     # Outputs.
@@ -238,9 +262,8 @@ class _Conversion:
         """Adds the calls of submodules, so that the path of a module names its output."""
         calls: dict[str, list[torch.fx.Node]] = {}
         for node in self._program.graph.nodes:
-            for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-                if path:
-                    calls.setdefault(path, []).append(node)
+            for path in self._paths(node):
+                calls.setdefault(path, []).append(node)
         for path, nodes in calls.items():
             own = set(nodes)
             inputs = [
@@ -250,11 +273,10 @@ class _Conversion:
                 if source not in own and not self._is_weight(source)
             ]
             outputs = [node for node in nodes if any(user not in own for user in node.users)]
-            module = self._modules.get(path.partition("@")[0])
-            if module is not None:
-                self._model.graph.layers.append(
-                    LayerCall(_node_path(path), type(module), self._names(inputs), self._names(outputs), id(module))
-                )
+            module = self._modules[path.partition("@")[0]]
+            self._model.graph.layers.append(
+                LayerCall(_node_path(path), type(module), self._names(inputs), self._names(outputs), id(module))
+            )
 
     def _is_weight(self, node: torch.fx.Node) -> bool:
         return node.op == "placeholder" and node.name not in self._program.graph_signature.user_inputs

@@ -11,10 +11,30 @@ import torch
 
 from gradrule._builder.handles import TensorHandle
 from gradrule._models import images
-from gradrule._models.model_graph import ModelGraph, Size, Value
+from gradrule._models.model_graph import ModelGraph, Size, UnsupportedOpError, Value
 
 Converted: TypeAlias = Any
 """The results of an operation: a `Value`, a list of these, or the scalar of a size."""
+
+# Arguments that change no number, or only through the type of the result.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "copy",
+        "cudnn_enable",
+        "cudnn_enabled",
+        "device",
+        "dtype",
+        "generator",
+        "implicit",
+        "layout",
+        "memory_format",
+        "momentum",
+        "non_blocking",
+        "pin_memory",
+        "sparse",
+        "threshold",
+    }
+)
 
 _DTYPES = {
     torch.float32: "float32",
@@ -30,10 +50,6 @@ _DTYPES = {
     torch.complex64: "complex64",
     torch.complex128: "complex128",
 }
-
-
-class UnsupportedOpError(Exception):
-    """Reports arguments of an operation that cannot be converted; the message says which."""
 
 
 def dtype_of(tensor: Any) -> str:
@@ -61,21 +77,57 @@ class OpCall:
         self.model = model
         self._node = node
         self._value_of = value_of
-        schema = getattr(node.target, "_schema", None)
-        self._names = [argument.name for argument in schema.arguments] if schema is not None else []
-        self._defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
+        arguments = node.target._schema.arguments  # type: ignore[union-attr]
+        self._names = [argument.name for argument in arguments]
+        self._given = {**dict(zip(self._names, node.args, strict=False)), **node.kwargs}
+        self._defaults = {item.name: item.default_value for item in arguments if item.has_default_value()}
+        self._unread = set(self._given)
 
-    def arg(self, key: int | str) -> Any:
-        """Returns an argument by its position or its name in ATen's schema; its default if it is not given."""
-        name = self._names[key] if isinstance(key, int) and self._names else key
-        if isinstance(name, str):
-            position = self._names.index(name)
-            if position < len(self._node.args):
-                return self._value_of(self._node.args[position])
-            if name in self._node.kwargs:
-                return self._value_of(self._node.kwargs[name])
-            return self._defaults.get(name)
-        return self._value_of(self._node.args[name])
+    @property
+    def target(self) -> str:
+        """Name of the operation with its overload, `max.dim`."""
+        return str(self._node.target).removeprefix("aten.")
+
+    def has(self, name: str) -> bool:
+        """Returns whether the operation has an argument of this name."""
+        return name in self._names
+
+    def arg(self, key: int | str, default: Any = None) -> Any:
+        """Returns an argument by its position or its name in ATen's schema.
+
+        If it is not given, returns the schema's default; if the operation has no such argument, `default`.
+        """
+        name = self._names[key] if isinstance(key, int) else key
+        self._unread.discard(name)
+        if name in self._given:
+            return self._value_of(self._given[name])
+        return self._defaults.get(name, default) if name in self._names else default
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Returns an argument that is True or False; `default` if the operation has no such argument."""
+        return bool(self.arg(key, default))
+
+    def check_all_read(self) -> None:
+        """Raises `UnsupportedOpError` if an argument that changes the result was not read."""
+        for name in sorted(self._unread - _WITHOUT_EFFECT):
+            value = self._given[name]
+            if value is not None and value != self._defaults.get(name):
+                raise UnsupportedOpError(f"with {name}={value}")
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """PyTorch's descriptions of all results."""
+        found = self._node.meta["val"]
+        return found if isinstance(found, (tuple, list)) else [found]
+
+    @property
+    def is_tuple(self) -> bool:
+        """Whether the operation has several results."""
+        return isinstance(self._node.meta["val"], (tuple, list))
+
+    def first_of_tuple(self, value: Value) -> Converted:
+        """Returns the results of an operation of whose results only the first one can be converted."""
+        return [value, *[None] * (len(self.results) - 1)] if self.is_tuple else value
 
     def value(self, key: int | str) -> Value:
         """Returns an argument that is a tensor; a number becomes one of the result's type."""
@@ -118,9 +170,7 @@ class OpCall:
 
     def shape_of(self, key: int | str) -> tuple[Any, ...]:
         """Returns the sizes of an argument that is a tensor; symbolic ones are no ints."""
-        name = self._names[key] if isinstance(key, int) else key
-        position = self._names.index(name)
-        node = self._node.args[position] if position < len(self._node.args) else self._node.kwargs[name]
+        node = self._given[self._names[key] if isinstance(key, int) else key]
         assert isinstance(node, torch.fx.Node)
         return tuple(node.meta["val"].shape)
 
@@ -134,8 +184,7 @@ class OpCall:
     @property
     def result(self) -> Any:
         """PyTorch's description of the first result, with `dtype` and `shape`."""
-        found = self._node.meta["val"]
-        return found[0] if isinstance(found, (tuple, list)) else found
+        return self.results[0]
 
     @property
     def result_dtype(self) -> str:
@@ -144,14 +193,17 @@ class OpCall:
 
     @property
     def operand_dtype(self) -> str:
-        """Name of the type to which PyTorch converts all operands."""
-        kinds = [
-            item.meta["val"] if isinstance(item, torch.fx.Node) else item
-            for item in (*self._node.args, *self._node.kwargs.values())
-        ]
-        operands = [item for item in kinds if isinstance(item, (torch.Tensor, int, float, bool))]
-        dtype = torch.result_type(operands[0], operands[1]) if len(operands) > 1 else operands[0].dtype
-        return named_dtype(dtype)
+        """Name of the type to which PyTorch converts the first two operands."""
+        found = [self._given[name] for name in self._names[:2]]
+        operands = [item.meta["val"] if isinstance(item, torch.fx.Node) else item for item in found]
+        return named_dtype(torch.result_type(*operands))
+
+    def operand(self, key: int | str, dtype: str) -> Value:
+        """Returns an argument that is a tensor, a number or a size, in an element type."""
+        found = self.arg(key)
+        if isinstance(found, TensorHandle):
+            found = Value(found, 0)
+        return self.cast(found, dtype) if isinstance(found, Value) else Value(self.model.constant(found, dtype), 0)
 
     def cast(self, value: Value, dtype: str) -> Value:
         """Returns a value in another element type."""
@@ -172,7 +224,11 @@ _Converter: TypeAlias = Callable[[OpCall], Converted]
 
 def _unary(op_type: str) -> _Converter:
     def convert(call: OpCall) -> Value:
-        return call.model.elementwise(op_type, call.cast(call.value(0), call.result_dtype))
+        x = call.value(0)
+        # Of the results that are no numbers, only LogicalNot has such an operand.
+        if call.result_dtype != "bool" or op_type == "LogicalNot":
+            x = call.cast(x, call.result_dtype)
+        return call.model.elementwise(op_type, x)
 
     return convert
 
@@ -182,55 +238,52 @@ def _binary(op_type: str) -> _Converter:
 
     def convert(call: OpCall) -> Value:
         dtype = call.result_dtype
-        if dtype == "bool":
+        if dtype == "bool" and not op_type.startswith("Logical"):
             dtype = call.operand_dtype
-        operands = [call.cast(_operand(call, key, dtype), dtype) for key in (0, 1)]
-        if op_type in ("AddV2", "Sub") and (alpha := _alpha(call)) != 1:
-            factor = Value(call.model.constant(alpha, dtype), 0)
-            operands[1] = call.model.broadcast("Mul", [operands[1], factor])
-        return call.model.broadcast(op_type, operands)
+        if op_type in _ARITHMETIC and dtype == "bool":
+            raise UnsupportedOpError("of bool")
+        left, right = (call.operand(key, dtype) for key in (0, 1))
+        return call.model.broadcast(op_type, [left, _times_alpha(call, right)])
 
     return convert
 
 
-def _operand(call: OpCall, key: int, dtype: str) -> Value:
-    found = call.arg(key)
-    if isinstance(found, Value):
-        return found
-    if isinstance(found, TensorHandle):
-        return Value(found, 0)
-    return Value(call.model.constant(found, dtype), 0)
+_ARITHMETIC = frozenset({"AddV2", "Sub", "Mul", "Maximum", "Minimum"})
 
 
-def _alpha(call: OpCall) -> Any:
-    try:
-        return call.arg("alpha")
-    except ValueError:
-        return 1
+def _times_alpha(call: OpCall, value: Value) -> Value:
+    alpha = call.arg("alpha", 1)
+    return value if alpha == 1 else call.model.broadcast("Mul", [value, call.operand("alpha", value.dtype)])
 
 
 def _reversed_subtraction(call: OpCall) -> Value:
-    left, right = (call.cast(_operand(call, key, call.result_dtype), call.result_dtype) for key in (1, 0))
-    return call.model.broadcast("Sub", [left, right])
+    left, right = (call.operand(key, call.result_dtype) for key in (0, 1))
+    return call.model.broadcast("Sub", [right, _times_alpha(call, left)])
+
+
+def _bitwise(op_type: str) -> _Converter:
+    logical = _unary(op_type) if op_type == "LogicalNot" else _binary(op_type)
+
+    def convert(call: OpCall) -> Value:
+        if call.result_dtype != "bool":
+            raise UnsupportedOpError("of numbers")
+        return logical(call)
+
+    return convert
 
 
 def _divide(call: OpCall) -> Value:
-    mode = call.arg("rounding_mode") if "rounding_mode" in call._names else None
-    dtype = call.result_dtype
-    operands = [call.cast(_operand(call, key, dtype), dtype) for key in (0, 1)]
+    mode, dtype = call.arg("rounding_mode"), call.result_dtype
+    operands = [call.operand(key, dtype) for key in (0, 1)]
     if mode == "floor":
         return call.model.broadcast("FloorDiv", operands)
-    if mode == "trunc":
-        if dtype.startswith("int"):
-            return call.model.broadcast("TruncateDiv", operands)
-        quotient = call.model.broadcast("RealDiv", operands)
-        magnitude = call.model.elementwise("Floor", call.model.elementwise("Abs", quotient))
-        return call.model.broadcast("Mul", [call.model.elementwise("Sign", quotient), magnitude])
-    return call.model.broadcast("RealDiv", operands)
-
-
-def _compare_equal(op_type: str) -> _Converter:
-    return _binary(op_type)
+    if mode == "trunc" and "int" in dtype:
+        return call.model.broadcast("TruncateDiv", operands)
+    quotient = call.model.broadcast("RealDiv", operands)
+    if mode is None:
+        return quotient
+    magnitude = call.model.elementwise("Floor", call.model.elementwise("Abs", quotient))
+    return call.model.broadcast("Mul", [call.model.elementwise("Sign", quotient), magnitude])
 
 
 def _composite_unary(op_type: str) -> _Converter:
@@ -248,7 +301,13 @@ def _gelu(call: OpCall) -> Value:
 
 
 def _leaky_relu(call: OpCall) -> Value:
-    return call.model.elementwise("LeakyRelu", call.value(0), alpha=float(call.arg("negative_slope")))
+    model, x, slope = call.model, call.value(0), float(call.arg("negative_slope"))
+    # The attribute of LeakyRelu is a float32.
+    if x.dtype != "float64" or float(np.float32(slope)) == slope:
+        return model.elementwise("LeakyRelu", x, alpha=slope)
+    is_positive = model.op("Greater", x.handle, model.constant(0, x.dtype))
+    negative = model.op("Mul", x.handle, model.constant(slope, x.dtype))
+    return Value(model.op("SelectV2", is_positive, x.handle, negative), x.rank, x.channels_last)
 
 
 def _elu(call: OpCall) -> Value:
@@ -275,39 +334,38 @@ def _prelu(call: OpCall) -> Value:
 
 def _clamp(call: OpCall) -> Value:
     x = call.cast(call.value(0), call.result_dtype)
-    low, high = call.arg(1), call.arg(2)
-    if (low, high) == (0, 6):
-        return call.model.elementwise("Relu6", x)
-    if low == 0 and high is None:
-        return call.model.elementwise("Relu", x)
-    for bound, op_type in ((low, "Maximum"), (high, "Minimum")):
-        if bound is not None:
-            value = bound if isinstance(bound, Value) else Value(call.model.constant(bound, x.dtype), 0)
-            x = call.model.broadcast(op_type, [x, value])
+    # At a bound, PyTorch's gradient is 1, as that of Maximum; that of Relu is 0.
+    for key, op_type in (("min", "Maximum"), ("max", "Minimum")):
+        if call.arg(key) is not None:
+            x = call.model.broadcast(op_type, [x, call.operand(key, x.dtype)])
     return x
 
 
+def _hard_tanh(call: OpCall) -> Value:
+    x = call.value(0)
+    if (call.arg("min_val"), call.arg("max_val")) == (0, 6):
+        return call.model.elementwise("Relu6", x)
+    x = call.model.broadcast("Maximum", [x, call.operand("min_val", x.dtype)])
+    return call.model.broadcast("Minimum", [x, call.operand("max_val", x.dtype)])
+
+
 def _power(call: OpCall) -> Value:
-    exponent = call.arg(1)
-    x = call.cast(_operand(call, 0, call.result_dtype), call.result_dtype)
-    if exponent == 2:
-        return call.model.elementwise("Square", x)
-    if exponent == 0.5:
-        return call.model.elementwise("Sqrt", x)
-    other = call.cast(_operand(call, 1, call.result_dtype), call.result_dtype)
-    return call.model.broadcast("Pow", [x, other])
+    exponent, dtype = call.arg(1), call.result_dtype
+    x = call.operand(0, dtype)
+    simple = {2: "Square", 0.5: "Sqrt", -0.5: "Rsqrt"}
+    if isinstance(exponent, (int, float)) and exponent in simple:
+        return call.model.elementwise(simple[exponent], x)
+    return call.model.broadcast("Pow", [x, call.operand(1, dtype)])
 
 
 def _where(call: OpCall) -> Value:
-    condition = call.value(0)
-    values = [call.cast(_operand(call, key, call.result_dtype), call.result_dtype) for key in (1, 2)]
-    return call.model.broadcast("SelectV2", [condition, *values])
+    values = [call.operand(key, call.result_dtype) for key in ("self", "other")]
+    return call.model.broadcast("SelectV2", [call.value("condition"), *values])
 
 
 def _masked_fill(call: OpCall) -> Value:
-    x, mask = call.value(0), call.value(1)
-    filler = call.cast(_operand(call, 2, x.dtype), x.dtype)
-    return call.model.broadcast("SelectV2", [mask, filler, x])
+    x = call.value(0)
+    return call.model.broadcast("SelectV2", [call.value("mask"), call.operand("value", x.dtype), x])
 
 
 def _same(call: OpCall) -> Value:
@@ -315,7 +373,8 @@ def _same(call: OpCall) -> Value:
 
 
 def _dropout(call: OpCall) -> Value:
-    if call.arg(2) and call.arg(1):
+    probability, is_training = call.arg(1), call.flag("train")
+    if is_training and probability:
         raise UnsupportedOpError("in training mode: call module.eval() first")
     return call.value(0)
 
@@ -387,69 +446,71 @@ def _einsum(call: OpCall) -> Value:
 
 
 def _attention(call: OpCall) -> Value:
-    model = call.model
+    model, dtype, rank = call.model, call.result_dtype, call.value(0).rank
     query, key, value = (call.natural(index) for index in range(3))
-    rank = call.value(0).rank
     if call.arg("dropout_p"):
         raise UnsupportedOpError("with dropout")
-    if call.arg("enable_gqa"):
-        raise UnsupportedOpError("with enable_gqa")
     scale = call.arg("scale") or call.known_sizes(0, [-1])[0] ** -0.5
-    dtype = call.result_dtype
-    lowest = float(np.finfo(np.float32).min)
-    mask = call.optional("attn_mask")
-    added = model.constant(0, dtype)
-    if call.arg("is_causal"):
-        rows, columns = call.known_sizes(0, [-2])[0], call.known_sizes(1, [-2])[0]
-        added = model.constant(np.where(np.tril(np.ones((rows, columns), bool)), 0.0, lowest), dtype)
-    elif mask is not None and mask.dtype == "bool":
-        added = model.op("SelectV2", model.natural(mask), model.constant(0, dtype), model.constant(lowest, dtype))
-    elif mask is not None:
-        added = model.natural(mask)
-    return Value(model.composite("Attention", query, key, value, added, scale=scale), rank)
+    zero, lowest = (model.constant(number, dtype) for number in (0, torch.finfo(call.result.dtype).min))
+    mask, is_causal = call.optional("attn_mask"), call.flag("is_causal")
+    allowed = model.natural(mask) if mask is not None and mask.dtype == "bool" else None
+    added = zero if mask is None or allowed is not None else model.natural(mask)
+    if is_causal:
+        first = model.constant(0, "int32")
+        rows, columns = (
+            model.op("Range", first, model.size_of(call.value(index), -2), model.constant(1, "int32"))
+            for index in (0, 1)
+        )
+        causal = model.op("GreaterEqual", model.op("ExpandDims", rows, 1), columns)
+        added = model.op("SelectV2", causal, zero, lowest)
+    elif allowed is not None:
+        added = model.op("SelectV2", allowed, zero, lowest)
+    y = model.composite("Attention", query, key, value, added, scale=scale)
+    if allowed is not None:
+        # The result is 0 where a row of the mask allows nothing.
+        any_key = model.op("Cast", model.op("Any", allowed, model.int32(-1), keep_dims=True), DstT=dtype)
+        y = model.op("Mul", y, any_key)
+    return Value(y, rank)
 
 
 # Normalisation.
 
 
-def _batch_norm(call: OpCall) -> Value:
-    model = call.model
-    x, weight, bias, mean, variance = (call.optional(index) for index in range(5))
-    names = call._names
-    is_training = bool(call.arg("training")) if "training" in names else False
-    if is_training or mean is None or variance is None or x is None:
+def _batch_norm(call: OpCall) -> Converted:
+    model, x = call.model, call.value(0)
+    mean, variance = call.optional("running_mean"), call.optional("running_var")
+    if call.flag("training") or mean is None or variance is None:
         raise UnsupportedOpError("in training mode: call module.eval() first")
-    channels = call.known_sizes(0, [1])[0]
-    scale = weight.handle if weight else model.constant(np.ones(channels), x.dtype)
-    offset = bias.handle if bias else model.constant(np.zeros(channels), x.dtype)
+    scale, offset = _scale_and_offset(call, call.known_sizes(0, [1]))
     inputs = model.channels_last(x), scale, offset, mean.handle, variance.handle
     if x.rank == 4 and x.dtype == "float32":
         y = model.ops("FusedBatchNormV3", *inputs, epsilon=float(call.arg("eps")), is_training=False)[0]
     else:
         y = model.composite("BatchNorm", *inputs, epsilon=call.arg("eps"))
-    value = Value(y, x.rank, channels_last=x.rank > 2)
-    return [value, None, None] if isinstance(call._node.meta["val"], (tuple, list)) else value  # type: ignore[return-value]
+    return call.first_of_tuple(Value(y, x.rank, channels_last=x.rank > 2))
+
+
+def _scale_and_offset(call: OpCall, shape: Sequence[int]) -> tuple[TensorHandle, TensorHandle]:
+    """Returns the arguments `weight` and `bias` of a normalisation; ones and zeros if they are not given."""
+    weight, bias = call.optional("weight"), call.optional("bias")
+    dtype = call.result_dtype
+    scale = call.model.constant(np.ones(shape), dtype) if weight is None else call.model.natural(weight)
+    offset = call.model.constant(np.zeros(shape), dtype) if bias is None else call.model.natural(bias)
+    return scale, offset
 
 
 def _layer_norm(call: OpCall) -> Converted:
-    model = call.model
-    x, weight, bias = call.value(0), call.optional("weight"), call.optional("bias")
-    shape = call.ints("normalized_shape")
-    scale = model.natural(weight) if weight else model.constant(np.ones(shape), x.dtype)
-    offset = model.natural(bias) if bias else model.constant(np.zeros(shape), x.dtype)
-    axes = [*range(-len(shape), 0)]
-    y = Value(model.composite("LayerNorm", model.natural(x), scale, offset, axes=axes, epsilon=call.arg("eps")), x.rank)
-    return [y, None, None] if isinstance(call._node.meta["val"], (tuple, list)) else y
+    shape, x = call.ints("normalized_shape"), call.value(0)
+    inputs = call.natural(0), *_scale_and_offset(call, shape)
+    y = call.model.composite("LayerNorm", *inputs, axes=[*range(-len(shape), 0)], epsilon=call.arg("eps"))
+    return call.first_of_tuple(Value(y, x.rank))
 
 
 def _rms_norm(call: OpCall) -> Value:
-    model, x, weight = call.model, call.value(0), call.optional("weight")
-    shape = call.ints("normalized_shape")
-    scale = model.natural(weight) if weight else model.constant(np.ones(shape), x.dtype)
-    epsilon = call.arg("eps")
-    if epsilon is None:
-        epsilon = torch.finfo(call.result.dtype).eps
-    y = model.composite("RmsNorm", model.natural(x), scale, axes=[*range(-len(shape), 0)], epsilon=epsilon)
+    shape, x, epsilon = call.ints("normalized_shape"), call.value(0), call.arg("eps")
+    epsilon = torch.finfo(call.result.dtype).eps if epsilon is None else epsilon
+    scale, _ = _scale_and_offset(call, shape)
+    y = call.model.composite("RmsNorm", call.natural(0), scale, axes=[*range(-len(shape), 0)], epsilon=epsilon)
     return Value(y, x.rank)
 
 
@@ -458,9 +519,7 @@ def _group_norm(call: OpCall) -> Value:
     groups = call.int_of("num_groups")
     sizes = call.shape_of(0)
     known = call.known_sizes(0, range(1, x.rank))
-    weight, bias = call.optional("weight"), call.optional("bias")
-    scale = weight.handle if weight else model.constant(np.ones(known[0]), x.dtype)
-    offset = bias.handle if bias else model.constant(np.zeros(known[0]), x.dtype)
+    scale, offset = _scale_and_offset(call, known[:1])
     batch = sizes[0] if isinstance(sizes[0], int) else -1
     if x.channels_last:
         grouped = [batch, *known[1:], groups, known[0] // groups]
@@ -501,150 +560,128 @@ def _softmax(op_type: str) -> _Converter:
 # Images.
 
 
+def _pairs(amounts: Sequence[int]) -> list[tuple[int, int]]:
+    return [(amount, amount) for amount in amounts]
+
+
 def _convolution(call: OpCall) -> Value:
-    names = call._names
-    transposed = bool(call.arg("transposed")) if "transposed" in names else "transpose" in str(call._node.target)
     x, weight, bias = call.value(0), call.natural("weight"), call.optional("bias")
-    axes = x.rank - 2
-    if axes < 1 or axes > 3:
-        raise UnsupportedOpError("of a tensor without a batch axis")
+    shape = [int(size) for size in call.shape_of("weight")]
+    axes = len(shape) - 2
+    if x.rank != axes + 2:
+        raise UnsupportedOpError("of an image without a batch axis; give it one")
+    window: dict[str, Any] = {
+        "weight_shape": shape,
+        "strides": call.ints("stride", axes),
+        "dilations": call.ints("dilation", axes),
+        "groups": call.int_of("groups"),
+    }
     padding = call.arg("padding")
-    return images.convolution(
-        call.model,
-        x,
-        weight,
-        None if bias is None else bias.handle,
-        weight_shape=tuple(int(size) for size in call.shape_of("weight")),
-        strides=call.ints("stride", axes),
-        padding=padding if isinstance(padding, str) else call.ints("padding", axes),
-        dilations=call.ints("dilation", axes),
-        groups=call.int_of("groups"),
-        output_padding=call.ints("output_padding", axes) if transposed else None,
-        sizes=call.shape_of(0)[2:],
-        unsupported=UnsupportedOpError,
-    )
+    if padding == "same":
+        window["padding"] = images.same_padding(call.shape_of(0)[2:], shape[2:], window["strides"], window["dilations"])
+    else:
+        window["padding"] = _pairs([0] * axes if padding == "valid" else call.ints("padding", axes))
+    handle = None if bias is None else bias.handle
+    if not call.flag("transposed", "transpose" in call.target):
+        return images.convolution(call.model, x, weight, handle, **window)
+    window["output_padding"] = call.ints("output_padding", axes)
+    return images.transposed_convolution(call.model, x, weight, handle, **window)
+
+
+def _pool_window(call: OpCall) -> dict[str, Any]:
+    axes = int(call.target.partition("pool")[2][0])
+    if call.value(0).rank != axes + 2:
+        raise UnsupportedOpError("of an image without a batch axis; give it one")
+    kernel = call.ints("kernel_size", axes)
+    return {
+        "kernel": kernel,
+        "strides": call.ints("stride", axes) or kernel,
+        "padding": _pairs(call.ints("padding", axes)),
+        "sizes": call.shape_of(0)[2:],
+        "ceil_mode": call.flag("ceil_mode"),
+    }
 
 
 def _max_pool(call: OpCall) -> Converted:
-    x = call.value(0)
-    axes = x.rank - 2
-    kernel = call.ints("kernel_size", axes)
-    if any(size != 1 for size in call.ints("dilation", axes)):
+    if any(size != 1 for size in call.ints("dilation")):
         raise UnsupportedOpError("with dilation")
-    y = images.pool(
-        call.model,
-        x,
-        is_max=True,
-        kernel=kernel,
-        strides=call.ints("stride", axes) or kernel,
-        padding=call.ints("padding", axes),
-        ceil_mode=bool(call.arg("ceil_mode")),
-        sizes=call.shape_of(0)[2:],
-        unsupported=UnsupportedOpError,
-    )
-    return [y, None] if isinstance(call._node.meta["val"], (tuple, list)) else y
+    return call.first_of_tuple(images.max_pool(call.model, call.value(0), **_pool_window(call)))
 
 
 def _avg_pool(call: OpCall) -> Value:
-    x = call.value(0)
-    axes = x.rank - 2
-    kernel = call.ints("kernel_size", axes)
-    padding = call.ints("padding", axes)
-    if "divisor_override" in call._names and call.arg("divisor_override") is not None:
+    if call.arg("divisor_override", None) is not None:
         raise UnsupportedOpError("with divisor_override")
-    ceil_mode = bool(call.arg("ceil_mode"))
-    if (any(padding) and not call.arg("count_include_pad")) or ceil_mode:
-        counted = False
-    else:
-        counted = True
-    return images.pool(
-        call.model,
-        x,
-        is_max=False,
-        kernel=kernel,
-        strides=call.ints("stride", axes) or kernel,
-        padding=padding,
-        ceil_mode=ceil_mode,
-        sizes=call.shape_of(0)[2:],
-        unsupported=UnsupportedOpError,
-        counts_padding=counted,
-    )
+    window = _pool_window(call)
+    return images.average_pool(call.model, call.value(0), **window, count_padding=call.flag("count_include_pad"))
 
 
 def _adaptive_avg_pool(call: OpCall) -> Value:
+    x, sizes = call.value(0), call.shape_of(0)[2:]
+    if len(sizes) != int(call.target.partition("pool")[2][0]):
+        raise UnsupportedOpError("of an image without a batch axis; give it one")
+    return images.adaptive_average_pool(call.model, x, sizes=sizes, output=call.ints(1, len(sizes)))
+
+
+def _adaptive_max_pool(call: OpCall) -> Converted:
     x = call.value(0)
-    axes = x.rank - 2
-    output = call.ints(1, axes)
-    model = call.model
-    if all(size == 1 for size in output):
-        tensor = model.channels_last(x)
-        return Value(model.op("Mean", tensor, model.int32(*range(1, axes + 1)), keep_dims=True), x.rank, True)
     sizes = call.known_sizes(0, range(2, x.rank))
-    return images.resampled(model, x, [images.adaptive_average(a, b) for a, b in zip(sizes, output, strict=True)])
+    output = call.ints(1, len(sizes))
+    if any(size % count for size, count in zip(sizes, output, strict=True)):
+        raise UnsupportedOpError("whose output size does not divide the image's size")
+    kernel = [size // count for size, count in zip(sizes, output, strict=True)]
+    padding = _pairs([0] * len(sizes))
+    return call.first_of_tuple(
+        images.max_pool(call.model, x, kernel=kernel, strides=kernel, padding=padding, sizes=sizes)
+    )
 
 
 def _upsample(mode: str) -> _Converter:
     def convert(call: OpCall) -> Value:
         x = call.value(0)
         sizes = call.known_sizes(0, range(2, x.rank))
+        call.arg("output_size")
         output = [int(size) for size in call.result.shape[2:]]
-        names = call._names
-        align = bool(call.arg("align_corners")) if "align_corners" in names else False
-        factors: list[Any] = [None] * len(sizes)
-        if "scale_factors" in names and call.arg("scale_factors"):
-            factors = list(call.arg("scale_factors"))
+        align, exact = call.flag("align_corners"), "exact" in call.target
+        scales = call.arg("scale_factors", None)
+        if scales is None:
+            scales = [call.arg(f"scales_{letter}", None) for letter in "dhw"[-len(sizes) :]]
+        positions = "align_corners" if align else "asymmetric" if mode == "nearest" and not exact else "half_pixel"
         matrices = [
-            images.interpolation(mode, before, after, align_corners=align, factor=factor)
-            for before, after, factor in zip(sizes, output, factors, strict=True)
+            images.interpolation(
+                mode, before, after, coordinates=positions, scale=scale, antialias="_aa" in call.target
+            )
+            for before, after, scale in zip(sizes, output, scales, strict=True)
         ]
         return images.resampled(call.model, x, matrices)
 
     return convert
 
 
-def _pad(call: OpCall) -> Value:
-    mode = call.arg("mode") if "mode" in call._names else "constant"
-    filler = call.arg("value") if "value" in call._names else 0
-    return _padded(call, call.ints("pad" if "pad" in call._names else "padding"), mode, filler or 0)
-
-
-def _pad_by(mode: str) -> _Converter:
+def _pad(mode: str = "") -> _Converter:
     def convert(call: OpCall) -> Value:
-        return _padded(call, call.ints("padding"), mode, 0)
+        model, x = call.model, call.value(0)
+        pad = call.ints("pad" if call.has("pad") else "padding")
+        own_mode = mode or call.arg("mode", "constant")
+        amounts = [(0, 0)] * x.rank
+        for position in range(len(pad) // 2):
+            amounts[model.axis_of(x, x.rank - 1 - position)] = pad[2 * position], pad[2 * position + 1]
+        if own_mode == "constant":
+            y = images.padded(model, x.handle, amounts, call.arg("value", 0) or 0, all_axes=True)
+        elif own_mode == "reflect" and all(amount >= 0 for pair in amounts for amount in pair):
+            y = model.op("MirrorPad", x.handle, model.constant(np.array(amounts), "int32"), mode="REFLECT")
+        else:
+            raise UnsupportedOpError(f"with mode {own_mode!r}")
+        return Value(y, x.rank, x.channels_last)
 
     return convert
-
-
-def _padded(call: OpCall, pad: Sequence[int], mode: str, filler: float) -> Value:
-    model, x = call.model, call.value(0)
-    amounts = [(0, 0)] * x.rank
-    for position in range(len(pad) // 2):
-        amounts[model.axis_of(x, x.rank - 1 - position)] = pad[2 * position], pad[2 * position + 1]
-    tensor = x.handle
-    if any(amount < 0 for pair in amounts for amount in pair):
-        if mode != "constant":
-            raise UnsupportedOpError("with negative padding")
-        begin = [max(0, -before) for before, _ in amounts]
-        shape = model.op("Shape", tensor)
-        cut = model.int32(*(max(0, -before) + max(0, -after) for before, after in amounts))
-        tensor = model.op("Slice", tensor, model.int32(*begin), model.op("Sub", shape, cut))
-        amounts = [(max(0, before), max(0, after)) for before, after in amounts]
-    paddings = model.constant(np.array(amounts), "int32")
-    if mode in ("reflect",):
-        y = model.op("MirrorPad", tensor, paddings, mode="REFLECT")
-    elif mode == "constant":
-        y = model.op("PadV2", tensor, paddings, model.constant(filler, x.dtype))
-    else:
-        raise UnsupportedOpError(f"with mode {mode!r}")
-    return Value(y, x.rank, x.channels_last)
 
 
 def _pixel_shuffle(call: OpCall) -> Value:
     model, x = call.model, call.value(0)
     factor = call.int_of(1)
     channels, height, width = call.known_sizes(0, range(1, 4))
-    tensor = model.natural(x)
-    parts = model.op("Reshape", tensor, model.int32(-1, channels // factor**2, factor, factor, height, width))
+    shape = model.int32(-1, channels // factor**2, factor, factor, height, width)
+    parts = model.op("Reshape", model.natural(x), shape)
     moved = model.op("Transpose", parts, model.int32(0, 1, 4, 2, 5, 3))
     shape = model.int32(-1, channels // factor**2, height * factor, width * factor)
     return Value(model.op("Reshape", moved, shape), 4)
@@ -657,8 +694,8 @@ def _reduction(op_type: str) -> _Converter:
     def convert(call: OpCall) -> Value:
         model = call.model
         x = call.cast(call.value(0), call.result_dtype)
-        axes = call.axes("dim", x) if "dim" in call._names else [*range(x.rank)]
-        keep = bool(call.arg("keepdim")) if "keepdim" in call._names else False
+        axes = call.axes("dim", x)
+        keep = call.flag("keepdim")
         return _reduced(model, op_type, x, axes, keep)
 
     return convert
@@ -676,12 +713,12 @@ def _reduced(model: ModelGraph, op_type: str, x: Value, axes: Sequence[int], kee
 def _extremum(op_type: str, arg_type: str) -> _Converter:
     def convert(call: OpCall) -> Converted:
         model, x = call.model, call.value(0)
-        if "dim" not in call._names or call.arg("dim") is None:
+        if call.arg("dim") in (None, []):
             return _reduced(model, op_type, x, [*range(x.rank)], keep=False)
         axes = call.axes("dim", x)
         keep = bool(call.arg("keepdim"))
         value = _reduced(model, op_type, x, axes, keep)
-        if not isinstance(call._node.meta["val"], (tuple, list)):
+        if not call.is_tuple:
             return value
         index = model.op(arg_type, model.natural(x), axes[0], output_type="int64")
         if keep:
@@ -710,7 +747,7 @@ def _arg_extremum(op_type: str) -> _Converter:
 def _variance(call: OpCall) -> Converted:
     model, x = call.model, call.value(0)
     axes = call.axes("dim", x)
-    correction = call.arg("correction") if "correction" in call._names else 1
+    correction = call.arg("correction", int(call.flag("unbiased", default=True)))
     correction = 1 if correction is None else correction
     keep = bool(call.arg("keepdim"))
     mean = _reduced(model, "Mean", x, axes, keep=True)
@@ -720,9 +757,9 @@ def _variance(call: OpCall) -> Converted:
         count = math.prod(call.known_sizes(0, axes))
         factor = Value(model.constant(count / (count - correction), x.dtype), 0)
         y = model.broadcast("Mul", [y, factor])
-    if "var_mean" in str(call._node.target):
+    if call.is_tuple:
         return [y, _reduced(model, "Mean", x, axes, keep)]
-    return model.elementwise("Sqrt", y) if "std" in str(call._node.target) else y
+    return model.elementwise("Sqrt", y) if call.target.startswith("std") else y
 
 
 def _vector_norm(call: OpCall) -> Value:
@@ -762,17 +799,24 @@ def _flatten(call: OpCall) -> Value:
 
 
 def _permute(call: OpCall) -> Value:
-    x = call.value(0)
-    axes = [axis % x.rank for axis in call.ints("dims")]
-    return Value(call.model.op("Transpose", call.natural(0), call.model.int32(*axes)), x.rank)
+    return _permuted(call, [axis % call.value(0).rank for axis in call.ints("dims")])
+
+
+def _permuted(call: OpCall, axes: Sequence[int]) -> Value:
+    model, x = call.model, call.value(0)
+    if x.rank > 2 and x.channels_last and [*axes] == [0, *range(2, x.rank), 1]:
+        return Value(x.handle, x.rank)
+    if x.rank > 2 and not x.channels_last and [*axes] == [0, x.rank - 1, *range(1, x.rank - 1)]:
+        return Value(x.handle, x.rank, channels_last=True)
+    return Value(model.op("Transpose", model.natural(x), model.int32(*axes)), x.rank)
 
 
 def _swap_axes(call: OpCall) -> Value:
     x = call.value(0)
-    first, second = (0, 1) if len(call._names) == 1 else (call.int_of(1) % x.rank, call.int_of(2) % x.rank)
+    first, second = (call.int_of(key) % x.rank if call.has(key) else axis for axis, key in enumerate(("dim0", "dim1")))
     axes = [*range(x.rank)]
     axes[first], axes[second] = axes[second], axes[first]
-    return Value(call.model.op("Transpose", call.natural(0), call.model.int32(*axes)), x.rank)
+    return _permuted(call, axes)
 
 
 def _unsqueeze(call: OpCall) -> Value:
@@ -784,7 +828,7 @@ def _unsqueeze(call: OpCall) -> Value:
 def _squeeze(call: OpCall) -> Value:
     x = call.value(0)
     sizes = call.shape_of(0)
-    axes = call.axes("dim", x) if "dim" in call._names else [*range(x.rank)]
+    axes = call.axes("dim", x)
     dropped = [axis for axis in axes if sizes[axis] == 1]
     if not dropped:
         return x
@@ -834,8 +878,8 @@ def _stack(call: OpCall) -> Value:
 def _split(call: OpCall) -> Converted:
     model, x = call.model, call.value(0)
     axis = call.int_of("dim") % x.rank
-    results = call._node.meta["val"]
-    sizes = [result.shape[axis] for result in results]
+    sizes = [result.shape[axis] for result in call.results]
+    call.arg(1)
     if not all(isinstance(size, int) for size in sizes):
         raise UnsupportedOpError("of an axis whose size is not known")
     parts = model.ops("SplitV", x.handle, model.int32(*sizes), model.axis_of(x, axis), num_split=len(sizes))
@@ -845,7 +889,7 @@ def _split(call: OpCall) -> Converted:
 def _unbind(call: OpCall) -> Converted:
     model, x = call.model, call.value(0)
     axis = call.int_of("dim") % x.rank
-    count = len(call._node.meta["val"])
+    count = len(call.results)
     parts = model.ops("Unpack", model.natural(x), num=count, axis=axis)
     return [Value(part, x.rank - 1) for part in parts]
 
@@ -891,8 +935,15 @@ def _slice(call: OpCall) -> Value:
 
 
 def _embedding(call: OpCall) -> Value:
-    indices = call.value(1)
-    y = call.model.op("GatherV2", call.natural(0), call.model.natural(indices), 0)
+    model, indices, padding = call.model, call.value(1), call.arg("padding_idx")
+    if call.flag("scale_grad_by_freq"):
+        raise UnsupportedOpError("with scale_grad_by_freq")
+    tensor = model.natural(indices)
+    y = model.op("GatherV2", call.natural(0), tensor, 0)
+    if padding is not None and padding >= 0:
+        # The weights of padding get no gradient.
+        is_padding = model.op("ExpandDims", model.op("Equal", tensor, model.constant(padding, indices.dtype)), -1)
+        y = model.op("SelectV2", is_padding, model.op("StopGradient", y), y)
     return Value(y, indices.rank + 1)
 
 
@@ -920,20 +971,27 @@ def _index(call: OpCall) -> Value:
     given = [axis for axis, index in enumerate(indices) if index is not None]
     if any(indices[axis].dtype == "bool" for axis in given):
         raise UnsupportedOpError("by a mask")
+    tensors = [_counted_from_start(call, axis, indices[axis]) for axis in given]
     if len(given) == 1:
-        axis = given[0]
-        index = indices[axis]
-        size = call.shape_of(0)[axis]
-        if not isinstance(size, int):
-            raise UnsupportedOpError("of an axis whose size is not known")
-        wrapped = model.op("FloorMod", model.natural(index), model.constant(size, index.dtype), name="wrapped_index")
-        return Value(model.op("GatherV2", model.natural(x), wrapped, axis), x.rank - 1 + index.rank)
-    if given == [*range(len(given))] and len({indices[axis].rank for axis in given}) == 1:
-        joined = model.op(
-            "Pack", [model.natural(call.cast(indices[axis], "int64")) for axis in given], axis=indices[0].rank
-        )
-        return Value(model.op("GatherNd", model.natural(x), joined), x.rank - len(given) + indices[0].rank)
-    raise UnsupportedOpError("by several tensors")
+        rank = indices[given[0]].rank
+        return Value(model.op("GatherV2", model.natural(x), tensors[0], given[0]), x.rank - 1 + rank)
+    if given != [*range(len(given))]:
+        raise UnsupportedOpError("by several tensors that are not the first ones")
+    shape = model.op("Shape", tensors[0])
+    for tensor in tensors[1:]:
+        shape = model.op("BroadcastArgs", shape, model.op("Shape", tensor))
+    rank = max(indices[axis].rank for axis in given)
+    joined = model.op("Pack", [model.op("BroadcastTo", tensor, shape) for tensor in tensors], axis=rank)
+    return Value(model.op("GatherNd", model.natural(x), joined), x.rank - len(given) + rank)
+
+
+def _counted_from_start(call: OpCall, axis: int, index: Value) -> TensorHandle:
+    """Returns an index, int64, whose negative numbers count from the end of an axis."""
+    model = call.model
+    tensor = model.natural(call.cast(index, "int64"))
+    size = model.op("Cast", model.size_of(call.value(0), axis), DstT="int64")
+    is_negative = model.op("Less", tensor, model.constant(0, "int64"))
+    return model.op("SelectV2", is_negative, model.op("AddV2", tensor, size), tensor)
 
 
 def _flip(call: OpCall) -> Value:
@@ -961,7 +1019,7 @@ def _filled(fill: float | None) -> _Converter:
     def convert(call: OpCall) -> Value:
         model = call.model
         value = call.arg("fill_value") if fill is None else fill
-        is_like = "like" in str(call._node.target)
+        is_like = "_like" in call.target
         sizes = None if is_like else call.arg("size")
         scalar = model.constant(value, call.result_dtype)
         if is_like:
@@ -974,19 +1032,16 @@ def _filled(fill: float | None) -> _Converter:
 
 def _arange(call: OpCall) -> Value:
     model, dtype = call.model, call.result_dtype
-    names = call._names
-    start = call.arg("start") if "start" in names else 0
-    step = call.arg("step") if "step" in names else 1
-    end = call.arg("end")
+    start, end, step = call.arg("start", 0), call.arg("end"), call.arg("step", 1)
     ends = [
         model.op("Cast", item, DstT=dtype) if isinstance(item, TensorHandle) else model.constant(item, dtype)
-        for item in (start, end, 1 if step is None else step)
+        for item in (start, end, step)
     ]
     return Value(model.op("Range", *ends), 1)
 
 
 def _scalar_tensor(call: OpCall) -> Value:
-    return call.cast(_operand(call, 0, call.result_dtype), call.result_dtype)
+    return call.operand(0, call.result_dtype)
 
 
 def _full_triangle(is_upper: bool) -> _Converter:
@@ -1069,13 +1124,19 @@ ATEN_OPS: Mapping[str, _Converter] = {
     **{name: _unary(op_type) for name, op_type in _UNARY.items()},
     **{name: _binary(op_type) for name, op_type in _BINARY.items()},
     **dict.fromkeys(_ALIKE, _same),
+    "bitwise_not": _bitwise("LogicalNot"),
+    "bitwise_and": _bitwise("LogicalAnd"),
+    "__and__": _bitwise("LogicalAnd"),
+    "bitwise_or": _bitwise("LogicalOr"),
+    "__or__": _bitwise("LogicalOr"),
     "div": _divide,
     "rsub": _reversed_subtraction,
     "pow": _power,
     "where": _where,
     "masked_fill": _masked_fill,
     "clamp": _clamp,
-    "clamp_min": _clamp_min,
+    "clamp_min": _clamp,
+    "clamp_max": _clamp,
     "hardtanh": _hard_tanh,
     "dropout": _dropout,
     "feature_dropout": _dropout,
@@ -1107,25 +1168,35 @@ ATEN_OPS: Mapping[str, _Converter] = {
     "_softmax": _softmax("Softmax"),
     "log_softmax": _softmax("LogSoftmax"),
     "_log_softmax": _softmax("LogSoftmax"),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose2d"), _convolution),
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        _convolution,
+    ),
     **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices"), _max_pool),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _avg_pool),
     **dict.fromkeys(
         ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d"),
         _adaptive_avg_pool,
     ),
+    **dict.fromkeys(("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), _adaptive_max_pool),
     **dict.fromkeys(("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"), _upsample("nearest")),
     **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"), _upsample("linear")),
     "upsample_bicubic2d": _upsample("cubic"),
-    "pad": _pad,
-    "constant_pad_nd": _pad,
-    **dict.fromkeys(("reflection_pad1d", "reflection_pad2d"), _pad_by("reflect")),
+    "_upsample_bilinear2d_aa": _upsample("linear"),
+    **dict.fromkeys(
+        ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"), _upsample("nearest")
+    ),
+    "pad": _pad(),
+    "constant_pad_nd": _pad("constant"),
+    **dict.fromkeys(("reflection_pad1d", "reflection_pad2d"), _pad("reflect")),
     "pixel_shuffle": _pixel_shuffle,
     "mean": _reduction("Mean"),
     "sum": _reduction("Sum"),
     "prod": _reduction("Prod"),
     "amax": _extremum("Max", "ArgMax"),
     "amin": _extremum("Min", "ArgMin"),
+    "max.other": _binary("Maximum"),
+    "min.other": _binary("Minimum"),
     "max": _extremum("Max", "ArgMax"),
     "min": _extremum("Min", "ArgMin"),
     "argmax": _arg_extremum("ArgMax"),
