@@ -32,12 +32,14 @@ class Value:
         rank: Its number of axes.
         channels_last: Whether the second axis of the model is the last axis of the tensor.
         other: The same value in the other layout, if a node for it was added.
+        parts: For tensors that were stacked: the new axis and the tensors.
     """
 
     handle: TensorHandle
     rank: int
     channels_last: bool = False
     other: Value | None = field(default=None, repr=False)
+    parts: tuple[int, Sequence[Value]] | None = field(default=None, repr=False)
 
     @property
     def dtype(self) -> str:

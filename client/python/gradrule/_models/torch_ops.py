@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -696,6 +697,9 @@ def _reduction(op_type: str) -> _Converter:
         x = call.cast(call.value(0), call.result_dtype)
         axes = call.axes("dim", x)
         keep = call.flag("keepdim")
+        if op_type == "Sum" and not keep and x.parts is not None and axes == [x.parts[0]]:
+            # The sum of tensors that were stacked for it is an addition, which rules for sums find.
+            return functools.reduce(lambda left, right: model.broadcast("AddV2", [left, right]), x.parts[1])
         return _reduced(model, op_type, x, axes, keep)
 
     return convert
@@ -872,7 +876,8 @@ def _stack(call: OpCall) -> Value:
     values = [call.cast(value, call.result_dtype) for value in call.arg(0)]
     rank = values[0].rank + 1
     axis = call.int_of("dim") % rank
-    return Value(call.model.op("Pack", [call.model.natural(value) for value in values], axis=axis), rank)
+    handle = call.model.op("Pack", [call.model.natural(value) for value in values], axis=axis)
+    return Value(handle, rank, parts=(axis, values))
 
 
 def _split(call: OpCall) -> Converted:
