@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradrule._messages.call_arguments import Batching
     from gradrule._messages.session_calls import StepResult
     from gradrule._messages.transfer_options import Transfer
+    from gradrule._models import from_torch
     from gradrule._progress import ProgressReport
     from gradrule._results.call_results import Digests, Explanation, Resolution, Result, Sparse, Timings
     from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo, SampleResult
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from gradrule._rpc.sync_client.forward import ForwardHandle
     from gradrule._rpc.sync_client.programs import Program
     from gradrule._rpc.sync_client.sessions import Session
-    from gradrule._models import from_torch
     from gradrule._tracing import from_keras, trace
     from gradrule._tracing.loading import load
     from gradrule.errors import GradruleError

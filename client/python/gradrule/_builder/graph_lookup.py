@@ -141,7 +141,8 @@ class GraphLookup(ABC):
         """Finds a tensor by name.
 
         Args:
-            name: `node` (its first output), `node:output`, an alias, or the path of a Keras layer with one output.
+            name: `node` (its first output), `node:output`, an alias, or the path of a Keras layer or a PyTorch module
+                with one output.
 
         Returns:
             The handle of the tensor.
@@ -160,7 +161,7 @@ class GraphLookup(ABC):
         return handles[index]
 
     def resolved(self, name: str) -> str:
-        """Returns the name of the tensor that an alias, or the path of a Keras layer, stands for.
+        """Returns the name of the tensor that an alias, or the path of a layer or module, stands for.
 
         Args:
             name: an alias, a path, or any other name, which is returned unchanged.
@@ -171,7 +172,9 @@ class GraphLookup(ABC):
         tensor = self.aliases.get(name)
         if tensor is not None or not self.layers or self._types.node(split(name)[0]) is not None:
             return name if tensor is None else tensor
-        outputs = list(dict.fromkeys(output for call in self.layers if call.path == name for output in call.outputs))
+        # A module of PyTorch is also found by its own path, `layer1.0.conv1`.
+        paths = (name, name.replace(".", "/"))
+        outputs = list(dict.fromkeys(output for call in self.layers if call.path in paths for output in call.outputs))
         if len(outputs) > 1:
             raise UnknownTensorError(
                 f"the layer {name!r} has several outputs, or is called several times; name one of its tensors: "
