@@ -71,8 +71,9 @@ def test_spiking_network_equals_snntorch(client: Any) -> None:
             return total
 
     module, x = Spiking(), 2 * torch.randn(5, 3, 4)
-    graph = gr.from_torch(module, x, dynamic_shapes={"x": {1: torch.export.Dim.AUTO}})
-    rule = gr.Override("fast_sigmoid", op_type="Greater", scope="neuron", params={"slope": slope})
+    with pytest.warns(gr.errors.GradruleWarning, match="FastSigmoid"):
+        graph = gr.from_torch(module, x, dynamic_shapes={"x": {1: torch.export.Dim.AUTO}})
+    rule = gr.Override("fast_sigmoid", op_type="Heaviside", scope="neuron", params={"slope": slope})
     result = client.evaluate(
         graph, {"x": x.numpy()}, ["output"], ys=["output"], xs=["x", "dense.weight"], overrides=[rule]
     )

@@ -146,6 +146,10 @@ def _mish(g: Graph, x: TensorHandle) -> TensorHandle:
     return g.op_output("Mul", x, g.op_output("Tanh", g.op_output("Softplus", x)))
 
 
+def _step(g: Graph, x: TensorHandle, zero: TensorHandle, op_type: str) -> TensorHandle:
+    return g.op_output("Cast", g.op_output(op_type, x, zero), DstT="half")
+
+
 def _layer_norm(
     g: Graph,
     x: TensorHandle,
@@ -232,6 +236,8 @@ COMPOSITE_OPS: Mapping[str, CompositeOp] = {
         CompositeOp("Mish", ("x",), _mish),
         CompositeOp("HardSigmoid", ("x",), _hard_sigmoid, {"three": Constant(3.0), "sixth": Constant(1 / 6)}),
         CompositeOp("HardSwish", ("x",), _hard_swish, {"three": Constant(3.0), "sixth": Constant(1 / 6)}),
+        CompositeOp("Heaviside", ("x",), functools.partial(_step, op_type="Greater"), {"zero": Constant()}),
+        CompositeOp("HeavisideEqual", ("x",), functools.partial(_step, op_type="GreaterEqual"), {"zero": Constant()}),
         CompositeOp("LayerNorm", ("x", "scale", "offset"), _layer_norm, {"axes": _AXES, "epsilon": Constant(1e-5)}),
         CompositeOp("RmsNorm", ("x", "scale"), _rms_norm, {"axes": _AXES, "epsilon": Constant(1e-5)}),
         CompositeOp(

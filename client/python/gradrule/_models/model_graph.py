@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -23,6 +23,19 @@ class UnsupportedOpError(Exception):
     """Reports arguments of an operation that cannot be converted; the message says which."""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Computes a comparison as numbers, by an operation that rules of spikes can name.
+
+    Attributes:
+        dtype: Name of the type of the numbers.
+        add: Adds the operation; returns its result.
+    """
+
+    dtype: str
+    add: Callable[[], Value]
+
+
 @dataclass(slots=True, eq=False)
 class Value:
     """A tensor of the model.
@@ -32,6 +45,7 @@ class Value:
         rank: Its number of axes.
         channels_last: Whether the second axis of the model is the last axis of the tensor.
         other: The same value in the other layout, if a node for it was added.
+        step: For comparisons: computes them as 0 and 1.
         parts: For tensors that were stacked: the new axis and the tensors.
     """
 
@@ -39,6 +53,7 @@ class Value:
     rank: int
     channels_last: bool = False
     other: Value | None = field(default=None, repr=False)
+    step: Step | None = field(default=None, repr=False)
     parts: tuple[int, Sequence[Value]] | None = field(default=None, repr=False)
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -18,7 +20,7 @@ from gradrule._builder.handles import TensorHandle
 from gradrule._builder.specs import LayerCall
 from gradrule._models.model_graph import ModelGraph, UnsupportedOpError, Value
 from gradrule._models.torch_ops import ATEN_OPS, Converted, OpCall, dtype_of
-from gradrule.errors import Detail, InvalidGraphError, UnsupportedError
+from gradrule.errors import Detail, GradruleWarning, InvalidGraphError, UnsupportedError
 
 _SIZE_OPS: dict[Any, str] = {
     operator.add: "AddV2",
@@ -47,17 +49,58 @@ def _exported(module: torch.nn.Module, examples: tuple[Any, ...], dynamic_shapes
         with warnings.catch_warnings():
             # PyTorch warns of its own deprecated classes, and of weights that LSTM holds twice.
             warnings.simplefilter("ignore")
-            if dynamic_shapes is None:
-                program = _with_any_batch(module, examples)
-            else:
-                program = torch.export.export(module, examples, dynamic_shapes=dynamic_shapes)
-            return program.run_decompositions(_decompositions())
+            with _recorded_functions() as functions:
+                if dynamic_shapes is None:
+                    program = _with_any_batch(module, examples)
+                else:
+                    program = torch.export.export(module, examples, dynamic_shapes=dynamic_shapes)
+            _detach_regions_without_gradients(program)
+            program = program.run_decompositions(_decompositions())
     except Exception as cause:
         # Everything that a module's Python code raises passes here.
         raise InvalidGraphError(
             f"torch.export cannot trace {type(module).__name__}: {_first_lines(cause)}. See the error above, and "
             "torch.export's documentation on what a module may do"
         ) from cause
+    if functions:
+        warnings.warn(
+            f"the graph has not the backward functions of {', '.join(sorted(functions))}: torch.export records what "
+            "forward computes. Give its operation a rule, such as fast_sigmoid for Heaviside",
+            GradruleWarning,
+            stacklevel=4,
+        )
+    return program
+
+
+@contextlib.contextmanager
+def _recorded_functions() -> Iterator[set[str]]:
+    """Returns a set to which the names of the `autograd.Function` that are called inside the context are added."""
+    found: set[str] = set()
+    own = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            found.add(cls.__name__)
+        return own.__get__(None, cls)(*args, **kwargs)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield found
+
+
+def _detach_regions_without_gradients(program: ExportedProgram) -> None:
+    """Detaches the results of regions in `torch.no_grad()`, of which decompositions leave nothing else."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        if "wrap_with_set_grad_enabled" in str(node.target) and node.args[0] is False:
+            for result in list(node.users):
+                if isinstance(result.meta.get("val"), torch.Tensor):
+                    users = list(result.users)
+                    with graph.inserting_after(result):
+                        detached = graph.call_function(torch.ops.aten.detach.default, (result,))
+                    detached.meta = dict(result.meta)
+                    for user in users:
+                        user.replace_input_with(result, detached)
+    program.graph_module.recompile()
 
 
 def _with_any_batch(module: torch.nn.Module, examples: tuple[Any, ...]) -> ExportedProgram:
@@ -132,6 +175,7 @@ class _Conversion:
                 self._convert(node)
             elif node.op not in ("placeholder", "output"):
                 self._refuse(node, f"{node.op} nodes")
+        self._check_outputs()
         if self._refused:
             names = ", ".join(dict.fromkeys(detail.message.partition(" ")[0] for detail in self._refused))
             raise UnsupportedError(
@@ -243,6 +287,15 @@ class _Conversion:
         self._refused.append(Detail(UnsupportedError.REASON, f"{what} ({where})", node=node.name))
 
     # Outputs.
+
+    def _check_outputs(self) -> None:
+        """Refuses modules that change their own buffers or their inputs."""
+        for spec in self._program.graph_signature.output_specs:
+            if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
+                message = (
+                    f"{spec.kind.name} of {spec.target!r}: forward must not change it; return the new value instead"
+                )
+                self._refused.append(Detail(UnsupportedError.REASON, message, node=str(spec.target)))
 
     def _add_outputs(self) -> None:
         graph = self._model.graph

@@ -12,7 +12,7 @@ import torch
 
 from gradrule._builder.handles import TensorHandle
 from gradrule._models import images
-from gradrule._models.model_graph import ModelGraph, Size, UnsupportedOpError, Value
+from gradrule._models.model_graph import ModelGraph, Size, Step, UnsupportedOpError, Value
 
 Converted: TypeAlias = Any
 """The results of an operation: a `Value`, a list of these, or the scalar of a size."""
@@ -210,6 +210,8 @@ class OpCall:
         """Returns a value in another element type."""
         if value.dtype == dtype:
             return value
+        if value.step is not None and value.step.dtype == dtype:
+            return value.step.add()
         # As in PyTorch, all numbers but 0 are True.
         if dtype == "bool":
             zero = self.model.constant(0, value.dtype)
@@ -250,6 +252,30 @@ def _binary(op_type: str) -> _Converter:
 
 
 _ARITHMETIC = frozenset({"AddV2", "Sub", "Mul", "Maximum", "Minimum"})
+
+
+def _comparison(op_type: str, step_type: str) -> _Converter:
+    """Returns the conversion of a comparison, which becomes a step function where its result becomes a number."""
+    compare = _binary(op_type)
+
+    def convert(call: OpCall) -> Value:
+        model, dtype, y = call.model, call.operand_dtype, compare(call)
+
+        def add_step() -> Value:
+            left, right = (call.operand(key, dtype) for key in (0, 1))
+            is_zero = not isinstance(call.arg(1), (Value, TensorHandle)) and call.arg(1) == 0
+            difference = left if is_zero else model.broadcast("Sub", [left, right])
+            return Value(model.composite(step_type, difference.handle), difference.rank, difference.channels_last)
+
+        if dtype.startswith(("float", "bfloat")):
+            y.step = Step(dtype, add_step)
+        return y
+
+    return convert
+
+
+def _detach(call: OpCall) -> Value:
+    return call.model.elementwise("StopGradient", call.value(0))
 
 
 def _times_alpha(call: OpCall, value: Value) -> Value:
@@ -373,11 +399,11 @@ def _same(call: OpCall) -> Value:
     return call.value(0)
 
 
-def _dropout(call: OpCall) -> Value:
+def _dropout(call: OpCall) -> Converted:
     probability, is_training = call.arg(1), call.flag("train")
     if is_training and probability:
         raise UnsupportedOpError("in training mode: call module.eval() first")
-    return call.value(0)
+    return call.first_of_tuple(call.value(0))
 
 
 def _to_dtype(call: OpCall) -> Value:
@@ -1110,8 +1136,6 @@ _BINARY = {
     "atan2": "Atan2",
     "eq": "Equal",
     "floor_divide": "FloorDiv",
-    "ge": "GreaterEqual",
-    "gt": "Greater",
     "le": "LessEqual",
     "logical_and": "LogicalAnd",
     "logical_or": "LogicalOr",
@@ -1123,12 +1147,15 @@ _BINARY = {
     "remainder": "FloorMod",
     "sub": "Sub",
 }
-_ALIKE = ("alias", "clone", "contiguous", "detach", "lift_fresh_copy", "identity")
+_ALIKE = ("alias", "clone", "contiguous", "lift_fresh_copy", "identity")
 
 ATEN_OPS: Mapping[str, _Converter] = {
     **{name: _unary(op_type) for name, op_type in _UNARY.items()},
     **{name: _binary(op_type) for name, op_type in _BINARY.items()},
     **dict.fromkeys(_ALIKE, _same),
+    "gt": _comparison("Greater", "Heaviside"),
+    "ge": _comparison("GreaterEqual", "HeavisideEqual"),
+    "detach": _detach,
     "bitwise_not": _bitwise("LogicalNot"),
     "bitwise_and": _bitwise("LogicalAnd"),
     "__and__": _bitwise("LogicalAnd"),
@@ -1145,6 +1172,7 @@ ATEN_OPS: Mapping[str, _Converter] = {
     "hardtanh": _hard_tanh,
     "dropout": _dropout,
     "feature_dropout": _dropout,
+    "native_dropout": _dropout,
     "_to_copy": _to_dtype,
     "to": _to_dtype,
     "gelu": _gelu,
