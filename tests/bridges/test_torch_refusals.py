@@ -120,7 +120,7 @@ EQUAL: dict[str, Callable[..., Any]] = {
     "nearest": lambda x: functional.interpolate(x, size=(7, 3), mode="nearest-exact") * 1.5,
     "antialias": lambda x: functional.interpolate(x, size=(3, 2), mode="bilinear", antialias=True),
     "softplus": lambda x: functional.softplus(x) + functional.logsigmoid(x) + functional.softsign(x),
-    "hard": lambda x: functional.hardswish(x) + functional.hardsigmoid(x) + functional.hardtanh(x, -0.5, 0.7),
+    "hard": lambda x: functional.hardswish(x) + functional.hardtanh(x, -0.5, 0.7),
     "prelu": lambda x: functional.prelu(x, torch.tensor([0.1, 0.2, 0.3], dtype=x.dtype)),
     "shuffle": lambda x: functional.pixel_shuffle(torch.cat([x, x, x, x], 1), 2),
     "where": lambda x: torch.where(x > 0, x, 0.5).masked_fill(x < -1, 2.0) + torch.maximum(x, torch.zeros(())),
@@ -135,7 +135,7 @@ def test_edge_case_equals_torch(client: Any, name: str) -> None:
 
 
 def test_batch_is_fixed_where_the_module_needs_it(client: Any) -> None:
-    module = Call(lambda x: x.reshape(2, 12, 4) * 2)
+    module = Call(lambda x: x * torch.ones(2, 3, 4, 4))
     graph = check_against_torch(client, module, (_images(),), tolerance=1e-10)
     assert graph.inputs["x"].shape == (2, 3, 4, 4)
 
@@ -158,7 +158,9 @@ def test_modules_and_results_have_names(client: Any) -> None:
     assert list(graph.outputs) == ["sum", "product"]
     assert set(graph.variables) == {"shared.weight", "shared.bias", "shift"}
     assert graph.non_trainable == {"shared.weight", "shift"}
-    assert [call.path for call in graph.layers] == ["shared", "shared_1"]
+    (call,) = graph.layers
+    assert call.path == "shared"
+    assert call.outputs == ("shared/BiasAdd:0", "shared/BiasAdd_1:0")
     assert all(node.name.startswith("shared") for node in graph.find("MatMul"))
 
 

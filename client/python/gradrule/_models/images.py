@@ -341,14 +341,15 @@ def interpolation(
     Raises:
         UnsupportedOpError: There is no such mode.
     """
-    scale = count / size if scale is None else scale
+    # Integers are exact: a position that is one must not be rounded down.
+    step = size / count if scale is None else 1 / scale
     index = np.arange(count, dtype=np.float64)
     if coordinates == "align_corners":
         position = index * (size - 1) / (count - 1) if count > 1 else index * 0.0
     elif coordinates == "asymmetric":
-        position = index / scale
+        position = index * size / count if scale is None else index / scale
     elif coordinates == "half_pixel" or (coordinates == "pytorch_half_pixel" and count > 1):
-        position = (index + 0.5) / scale - 0.5
+        position = (index + 0.5) * step - 0.5
     elif coordinates == "pytorch_half_pixel":
         position = index * 0.0
     else:
@@ -366,7 +367,7 @@ def interpolation(
     if mode not in ("linear", "cubic"):
         raise UnsupportedOpError(f"with mode {mode!r}")
     radius = 1 if mode == "linear" else 2
-    width = max(1.0, 1 / scale) if antialias else 1.0
+    width = max(1.0, step) if antialias else 1.0
     for row, centre in enumerate(position):
         first = math.floor(centre - radius * width) + 1
         taps = np.arange(first, math.ceil(centre + radius * width) + 1)

@@ -19,7 +19,7 @@ from gradrule._builder.graph import Graph
 from gradrule._builder.handles import TensorHandle
 from gradrule._builder.specs import LayerCall
 from gradrule._models.model_graph import ModelGraph, UnsupportedOpError, Value
-from gradrule._models.torch_ops import ATEN_OPS, Converted, OpCall, dtype_of
+from gradrule._models.torch_ops import ATEN_OPS, Converted, OpCall, dtype_of, known_shape
 from gradrule.errors import Detail, GradruleWarning, InvalidGraphError, UnsupportedError
 
 _SIZE_OPS: dict[Any, str] = {
@@ -91,6 +91,9 @@ def _detach_regions_without_gradients(program: ExportedProgram) -> None:
     """Detaches the results of regions in `torch.no_grad()`, of which decompositions leave nothing else."""
     graph = program.graph
     for node in list(graph.nodes):
+        # Export detaches constants in this way.
+        if node.target is torch.ops.aten.detach_.default and "lift_fresh" not in str(node.args[0].target):
+            raise UnsupportedOpError("Tensor.detach_() is not supported; use the result of Tensor.detach()")
         if "wrap_with_set_grad_enabled" in str(node.target) and node.args[0] is False:
             for result in list(node.users):
                 if isinstance(result.meta.get("val"), torch.Tensor):
@@ -199,7 +202,7 @@ class _Conversion:
                 if not isinstance(example, torch.Tensor):
                     self._values[node] = example
                     continue
-                shape = [size if isinstance(size, int) else None for size in example.shape]
+                shape = [size if isinstance(size, int) else None for size in known_shape(example)]
                 self._values[node] = Value(graph.placeholder(name, dtype_of(example), shape), example.dim())
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 target = str(spec.target)

@@ -65,6 +65,13 @@ def named_dtype(dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
+def known_shape(tensor: Any) -> tuple[Any, ...]:
+    """Returns the sizes of PyTorch's description of a tensor; an int wherever the exported program has only one."""
+    return tuple(
+        size if isinstance(size, int) or not size.node.expr.is_number else int(size.node.expr) for size in tensor.shape
+    )
+
+
 class OpCall:
     """A call of an operation in an exported program.
 
@@ -173,7 +180,7 @@ class OpCall:
         """Returns the sizes of an argument that is a tensor; symbolic ones are no ints."""
         node = self._given[self._names[key] if isinstance(key, int) else key]
         assert isinstance(node, torch.fx.Node)
-        return tuple(node.meta["val"].shape)
+        return known_shape(node.meta["val"])
 
     def known_sizes(self, key: int | str, axes: Sequence[int]) -> list[int]:
         """Returns sizes of an argument that must be known."""
@@ -347,6 +354,11 @@ def _softplus(call: OpCall) -> Value:
     if call.arg("beta") != 1:
         raise UnsupportedOpError("with beta other than 1")
     return call.model.elementwise("Softplus", call.value(0))
+
+
+def _log_sigmoid(call: OpCall) -> Value:
+    negative = call.model.elementwise("Neg", call.value(0))
+    return call.model.elementwise("Neg", call.model.elementwise("Softplus", negative))
 
 
 def _prelu(call: OpCall) -> Value:
@@ -675,7 +687,13 @@ def _upsample(mode: str) -> _Converter:
         positions = "align_corners" if align else "asymmetric" if mode == "nearest" and not exact else "half_pixel"
         matrices = [
             images.interpolation(
-                mode, before, after, coordinates=positions, scale=scale, antialias="_aa" in call.target
+                mode,
+                before,
+                after,
+                coordinates=positions,
+                scale=scale,
+                nearest="round_prefer_ceil" if exact else "floor",
+                antialias="_aa" in call.target,
             )
             for before, after, scale in zip(sizes, output, scales, strict=True)
         ]
@@ -1111,7 +1129,6 @@ _UNARY = {
     "lgamma": "Lgamma",
     "log": "Log",
     "log1p": "Log1p",
-    "log_sigmoid": "LogSigmoid",
     "logical_not": "LogicalNot",
     "neg": "Neg",
     "reciprocal": "Reciprocal",
@@ -1183,6 +1200,7 @@ ATEN_OPS: Mapping[str, _Converter] = {
     "leaky_relu": _leaky_relu,
     "elu": _elu,
     "softplus": _softplus,
+    "log_sigmoid": _log_sigmoid,
     "prelu": _prelu,
     "linear": _linear,
     "matmul": _matmul,
@@ -1192,6 +1210,8 @@ ATEN_OPS: Mapping[str, _Converter] = {
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
     "batch_norm": _batch_norm,
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
     "_native_batch_norm_legit_no_training": _batch_norm,
     "layer_norm": _layer_norm,
     "native_layer_norm": _layer_norm,
@@ -1223,6 +1243,8 @@ ATEN_OPS: Mapping[str, _Converter] = {
     "constant_pad_nd": _pad("constant"),
     **dict.fromkeys(("reflection_pad1d", "reflection_pad2d"), _pad("reflect")),
     "pixel_shuffle": _pixel_shuffle,
+    "all": _reduction("All"),
+    "any": _reduction("Any"),
     "mean": _reduction("Mean"),
     "sum": _reduction("Sum"),
     "prod": _reduction("Prod"),
