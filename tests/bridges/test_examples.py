@@ -15,6 +15,10 @@ def test_spiking_network(client: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     run_example("spiking_network", client, tmp_path, monkeypatch)
 
 
+def test_explain_torch(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_example("explain_torch", client, tmp_path, monkeypatch)
+
+
 def test_nuts(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         # PyMC's first steps overflow, and its own code uses deprecated functions.

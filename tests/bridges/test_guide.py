@@ -1,8 +1,9 @@
-"""The examples of docs/guide/frameworks.md work."""
+"""The examples of docs/guide/frameworks.md work, and those for PyTorch in docs/guide/models.md."""
 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,24 @@ from tests.e2e.pages import GUIDE, read_example
 PAGE = GUIDE / "frameworks.md"
 
 
-def run(client: Any, *names: str) -> dict[str, Any]:
-    """Runs blocks of the page; returns their variables."""
+def run(client: Any, *names: str, page: Path = PAGE) -> dict[str, Any]:
+    """Runs blocks of a page; returns their variables."""
     found: dict[str, Any] = {"client": client, "gr": gr, "np": np}
     for name in names:
-        exec(read_example(PAGE, name), found)
+        exec(read_example(page, name), found)
     return found
 
 
 def test_pytorch(client: Any) -> None:
     found = run(client, "program", "torch")
     assert found["loss"].item() < 1e-9
+
+
+def test_pytorch_modules(client: Any) -> None:
+    found = run(client, "from_torch", page=GUIDE / "models.md")
+    assert found["r"].gradients["0.weight"].shape == (8, 3, 3, 3)
+    assert found["lrp"].gradients["input"].shape == (4, 3, 16, 16)
+    assert found["features"].gradients["2"].shape == (4, 16, 16, 8)
 
 
 def test_rules_in_pytorch(client: Any) -> None:

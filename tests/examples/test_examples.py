@@ -17,7 +17,7 @@ import pytest
 from tests.examples.running import EXAMPLES, ROOT, assert_picture, run_example
 
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-WITH_BRIDGES = {"nuts_pymc", "spiking_network"}
+WITH_BRIDGES = {"explain_torch", "nuts_pymc", "spiking_network"}
 AS_A_USER = {"scipy_optimize"}
 WITH_KERAS = {"binary_network", "grad_cam", "lrp_resnet", "lrp_variants"}
 SHARED = WITH_KERAS | {"domain_adaptation", "quantisation_aware_training"}
