@@ -1,6 +1,6 @@
 """Explains a ResNet of PyTorch by layer-wise relevance propagation (LRP) and guided backpropagation, on the server.
 
-Trains a small residual network (He et al. 2016, arXiv:1512.03385) for a moment in PyTorch: it says whether a noisy image
+Trains a small residual network (He et al. 2016, arXiv:1512.03385) for a moment in PyTorch: it says whether an image
 shows a disk or a cross. `gr.from_torch` makes it a graph whose nodes have the names of its modules. Guided
 backpropagation (Springenberg et al. 2014, arXiv:1412.6806) is a rule for all ReLUs; LRP with the composite EpsilonPlus
 (Anders et al. 2021, arXiv:2106.13200) is a preset of rules for all layers.

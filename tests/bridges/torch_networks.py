@@ -9,13 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-Module: Any = nn.Module
 
-
-class ResNet(Module):
+class ResNet(nn.Module):  # type: ignore[misc]
     """He et al. 2016: a stem, a basic block and a bottleneck, with strides and shortcuts."""
 
-    class Bottleneck(Module):
+    class Bottleneck(nn.Module):  # type: ignore[misc]
         """Three convolutions with a shortcut."""
 
         def __init__(self, inputs: int, width: int, outputs: int, stride: int) -> None:
@@ -58,7 +56,7 @@ def vgg() -> nn.Module:
     )
 
 
-class InvertedResidual(Module):
+class InvertedResidual(nn.Module):  # type: ignore[misc]
     """Sandler et al. 2018, Howard et al. 2019, Tan and Le 2019: depthwise convolutions, gates, and a shortcut."""
 
     def __init__(self, width: int, inner: int, stride: int, activation: Callable[[], nn.Module], gate: Any) -> None:
@@ -71,7 +69,7 @@ class InvertedResidual(Module):
         self.project = nn.Sequential(nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width))
         self.stride = stride
 
-    class Gate(Module):
+    class Gate(nn.Module):  # type: ignore[misc]
         """Hu et al. 2018: squeeze and excitation."""
 
         def __init__(self, width: int, gate: Callable[[], nn.Module]) -> None:
@@ -98,7 +96,7 @@ def _mobile(activation: Callable[[], nn.Module], gate: Any = None) -> nn.Module:
     )
 
 
-class ConvNeXtBlock(Module):
+class ConvNeXtBlock(nn.Module):  # type: ignore[misc]
     """Liu et al. 2022."""
 
     def __init__(self, width: int) -> None:
@@ -114,7 +112,7 @@ class ConvNeXtBlock(Module):
         return y
 
 
-class DenseBlock(Module):
+class DenseBlock(nn.Module):  # type: ignore[misc]
     """Huang et al. 2017: each layer takes the results of all layers before it."""
 
     def __init__(self, width: int, growth: int) -> None:
@@ -132,7 +130,7 @@ class DenseBlock(Module):
         return x
 
 
-class ViT(Module):
+class ViT(nn.Module):  # type: ignore[misc]
     """Dosovitskiy et al. 2021."""
 
     def __init__(self) -> None:
@@ -150,7 +148,7 @@ class ViT(Module):
         return y
 
 
-class SwinBlock(Module):
+class SwinBlock(nn.Module):  # type: ignore[misc]
     """Liu et al. 2021: attention within windows that are shifted, with a bias for each pair of positions."""
 
     def __init__(self, width: int, heads: int, window: int, shift: int) -> None:
@@ -177,7 +175,7 @@ class SwinBlock(Module):
         return y
 
 
-class Swin(Module):
+class Swin(nn.Module):  # type: ignore[misc]
     """Two blocks with windows of 4×4, and a merge of patches."""
 
     def __init__(self) -> None:
@@ -194,7 +192,7 @@ class Swin(Module):
         return y
 
 
-class UNet(Module):
+class UNet(nn.Module):  # type: ignore[misc]
     """Ronneberger et al. 2015, with all ways to enlarge an image."""
 
     def __init__(self) -> None:
@@ -217,7 +215,7 @@ class UNet(Module):
         return y
 
 
-class Sequences(Module):
+class Sequences(nn.Module):  # type: ignore[misc]
     """Convolutions, pooling and padding of one axis."""
 
     def __init__(self) -> None:
@@ -233,7 +231,7 @@ class Sequences(Module):
         return y
 
 
-class Volumes(Module):
+class Volumes(nn.Module):  # type: ignore[misc]
     """Convolutions and pooling of three axes."""
 
     def __init__(self) -> None:

@@ -87,9 +87,12 @@ def convolution(
     if axes == 3:
         y = _convolution_3d(model, tensor, kernel, strides, padding, dilations, groups, weight_shape)
     else:
-        window = {"strides": [1, *strides, 1], "padding": "EXPLICIT" if _any(padding) else "VALID"}
-        if _any(padding):
-            window["explicit_paddings"] = _flat(padding)
+        window = {"strides": [1, *strides, 1], **_padding_attrs(padding)}
+        # The kernels for SAME are faster than those for the same padding that is given as numbers.
+        if set(strides) == set(dilations) == {1} and _any(padding):
+            sizes = [1, *weight_shape[2:]][-2:]
+            if [*padding] == [*same_padding([None] * 2, sizes, strides, dilations)]:
+                window = {"strides": [1, *strides, 1], "padding": "SAME"}
         # The kernel of DepthwiseConv2dNative takes neither dilations nor two strides.
         if groups > 1 and weight_shape[1] == 1 and set(dilations) == {1} and len(set(strides)) == 1:
             outputs, sizes = weight_shape[0], [1, *weight_shape[2:]][-2:]
@@ -202,14 +205,12 @@ def max_pool(
     if axes == 1:
         tensor, kernel, strides = model.op("ExpandDims", tensor, 1), [1, *kernel], [1, *strides]
         padding = [(0, 0), *padding]
-    window: dict[str, Any] = {"ksize": [1, *kernel, 1], "strides": [1, *strides, 1], "padding": "VALID"}
+    window: dict[str, Any] = {"ksize": [1, *kernel, 1], "strides": [1, *strides, 1]}
     if axes == 3:
         _check_type(x)
-        y = model.op("MaxPool3D", padded(model, tensor, padding, -math.inf), **window)
+        y = model.op("MaxPool3D", padded(model, tensor, padding, -math.inf), **window, padding="VALID")
     else:
-        if _any(padding):
-            window |= {"padding": "EXPLICIT", "explicit_paddings": _flat(padding)}
-        y = model.op("MaxPool", tensor, **window)
+        y = model.op("MaxPool", tensor, **window, **_padding_attrs(padding))
     return _image_result(model, y, None, x.rank)
 
 
@@ -451,8 +452,11 @@ def _any(padding: Padding) -> bool:
     return any(amount for pair in padding for amount in pair)
 
 
-def _flat(padding: Padding) -> list[int]:
-    return [0, 0, *(amount for pair in padding for amount in pair), 0, 0]
+def _padding_attrs(padding: Padding) -> dict[str, Any]:
+    """Returns the attributes of Conv2D and MaxPool for a padding."""
+    if not _any(padding):
+        return {"padding": "VALID"}
+    return {"padding": "EXPLICIT", "explicit_paddings": [0, 0, *(amount for pair in padding for amount in pair), 0, 0]}
 
 
 def _check_axes(axes: int) -> None:
