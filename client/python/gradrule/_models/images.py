@@ -87,12 +87,12 @@ def convolution(
     if axes == 3:
         y = _convolution_3d(model, tensor, kernel, strides, padding, dilations, groups, weight_shape)
     else:
-        window = {"strides": [1, *strides, 1], **_padding_attrs(padding)}
-        # The kernels for SAME are faster than those for the same padding that is given as numbers.
-        if set(strides) == set(dilations) == {1} and _any(padding):
-            sizes = [1, *weight_shape[2:]][-2:]
-            if [*padding] == [*same_padding([None] * 2, sizes, strides, dilations)]:
-                window = {"strides": [1, *strides, 1], "padding": "SAME"}
+        # Kernels for explicit padding are slower than those for SAME, and than Pad and those for VALID.
+        taps = [1, *weight_shape[2:]][-2:]
+        is_same = set(strides) == {1} and [*padding] == [*same_padding([None] * 2, taps, strides, dilations)]
+        window = {"strides": [1, *strides, 1], "padding": "SAME" if is_same and _any(padding) else "VALID"}
+        if not is_same:
+            tensor = padded(model, tensor, padding)
         # The kernel of DepthwiseConv2dNative takes neither dilations nor two strides.
         if groups > 1 and weight_shape[1] == 1 and set(dilations) == {1} and len(set(strides)) == 1:
             outputs, sizes = weight_shape[0], [1, *weight_shape[2:]][-2:]
