@@ -90,7 +90,8 @@ def convolution(
         # Kernels for explicit padding are slower than those for SAME, and than Pad and those for VALID.
         taps = [1, *weight_shape[2:]][-2:]
         is_same = set(strides) == {1} and [*padding] == [*same_padding([None] * 2, taps, strides, dilations)]
-        window = {"strides": [1, *strides, 1], "padding": "SAME" if is_same and _any(padding) else "VALID"}
+        window: dict[str, Any] = {"strides": [1, *strides, 1]}
+        window["padding"] = "SAME" if is_same and _any(padding) else "VALID"
         if not is_same:
             tensor = padded(model, tensor, padding)
         # The kernel of DepthwiseConv2dNative takes neither dilations nor two strides.
@@ -117,7 +118,7 @@ def _convolution_3d(
     kernel = _dilated(model, kernel, weight_shape[2:], dilations)
     parts = [tensor] if groups == 1 else model.ops("Split", -1, tensor, num_split=groups)
     kernels = [kernel] if groups == 1 else model.ops("Split", -1, kernel, num_split=groups)
-    window = {"strides": [1, *strides, 1], "padding": "VALID"}
+    window: dict[str, Any] = {"strides": [1, *strides, 1], "padding": "VALID"}
     results = [model.op("Conv3D", part, own, **window) for part, own in zip(parts, kernels, strict=True)]
     return results[0] if groups == 1 else model.op("ConcatV2", results, -1)
 
@@ -168,7 +169,7 @@ def transposed_convolution(
     op_type = "Conv3DBackpropInputV2" if axes == 3 else "Conv2DBackpropInput"
     parts = [tensor] if groups == 1 else model.ops("Split", -1, tensor, num_split=groups)
     kernels = [kernel] if groups == 1 else model.ops("Split", -1, kernel, num_split=groups)
-    window = {"strides": [1, *strides, 1], "padding": "VALID"}
+    window: dict[str, Any] = {"strides": [1, *strides, 1], "padding": "VALID"}
     results = [model.op(op_type, sizes, own, part, **window) for part, own in zip(parts, kernels, strict=True)]
     y = results[0] if groups == 1 else model.op("ConcatV2", results, -1)
     # A stride above the extent of the kernel leaves elements at the end that no element of x reaches.

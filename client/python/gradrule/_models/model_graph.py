@@ -132,7 +132,7 @@ class ModelGraph:
         """
         operation = COMPOSITE_OPS[op_type]
         self.graph.add_function(function_of(operation))
-        attrs = {
+        attrs: dict[str, Any] = {
             name: tensor_codec.to_message(
                 np.asarray(
                     constants[name] if name in constants else operation.constants[name].value,

@@ -85,7 +85,7 @@ class OpCall:
         self.model = model
         self._node = node
         self._value_of = value_of
-        arguments = node.target._schema.arguments  # type: ignore[union-attr]
+        arguments = node.target._schema.arguments
         self._names = [argument.name for argument in arguments]
         self._given = {**dict(zip(self._names, node.args, strict=False)), **node.kwargs}
         self._defaults = {item.name: item.default_value for item in arguments if item.has_default_value()}
@@ -265,7 +265,7 @@ def _comparison(op_type: str, step_type: str) -> _Converter:
     """Returns the conversion of a comparison, which becomes a step function where its result becomes a number."""
     compare = _binary(op_type)
 
-    def convert(call: OpCall) -> Value:
+    def convert(call: OpCall) -> Converted:
         model, dtype, y = call.model, call.operand_dtype, compare(call)
 
         def add_step() -> Value:
@@ -298,7 +298,7 @@ def _reversed_subtraction(call: OpCall) -> Value:
 def _bitwise(op_type: str) -> _Converter:
     logical = _unary(op_type) if op_type == "LogicalNot" else _binary(op_type)
 
-    def convert(call: OpCall) -> Value:
+    def convert(call: OpCall) -> Converted:
         if call.result_dtype != "bool":
             raise UnsupportedOpError("of numbers")
         return logical(call)
@@ -1069,11 +1069,11 @@ def _filled(fill: float | None) -> _Converter:
         model = call.model
         value = call.arg("fill_value") if fill is None else fill
         is_like = "_like" in call.target
-        sizes = None if is_like else call.arg("size")
         scalar = model.constant(value, call.result_dtype)
         if is_like:
             x = call.value(0)
             return Value(model.op("Fill", model.op("Shape", x.handle), scalar), x.rank, x.channels_last)
+        sizes = call.arg("size")
         return Value(model.op("Fill", model.sizes(sizes), scalar), len(sizes))
 
     return convert
