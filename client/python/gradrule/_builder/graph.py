@@ -309,6 +309,14 @@ class Graph(GraphLookup, GraphOps):
         """Returns the messages of all nodes at the top level; they must not be changed."""
         return self._message.node
 
+    def functions(self) -> Sequence[graph_pb2.Function]:
+        """Returns the messages of all functions; they must not be changed."""
+        return self._message.library.function
+
+    def definition(self, op_type: str) -> op_definitions.OpDef:
+        """Returns the definition of an op type or of a function of the graph. Raises `UnknownOpTypeError`."""
+        return self._definition(op_type)
+
     def _node_handle(self, message: graph_pb2.Node) -> Node:
         return Node(self, message)
 

@@ -42,6 +42,7 @@ class CompositeOp:
         build: Builds the body: takes a graph, the inputs and the constants by name; returns the output.
         constants: Its constants; a call may give other values.
         typed: Inputs that have another type than the operation.
+        flags: Attributes of type bool; nodes of the body have `AttrValue(placeholder=flag)` in their place.
     """
 
     name: str
@@ -49,6 +50,7 @@ class CompositeOp:
     build: Callable[..., TensorHandle]
     constants: Mapping[str, Constant] = field(default_factory=dict)
     typed: Mapping[str, Dt.ValueType] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -79,6 +81,8 @@ def _function(operation: CompositeOp, body: Graph, result: TensorHandle) -> grap
     signature.attr.add(name="T", type="type")
     for name in operation.constants:
         signature.attr.add(name=name, type="tensor")
+    for name in operation.flags:
+        signature.attr.add(name=name, type="bool")
     for name in operation.inputs:
         if name in operation.typed:
             signature.input_arg.add(name=name, type=operation.typed[name])
@@ -213,6 +217,11 @@ def _attention(
     return g.op_output("BatchMatMulV2", g.op_output("Softmax", g.op_output("AddV2", scores, mask)), value)
 
 
+def _gemm(g: Graph, a: TensorHandle, b: TensorHandle, c: TensorHandle) -> TensorHandle:
+    transposed = {f"transpose_{name.lower()}": graph_pb2.AttrValue(placeholder=f"trans{name}") for name in "AB"}
+    return g.op_output("AddV2", g.op_output("MatMul", a, b, **transposed), c)
+
+
 _AXES = Constant([0], _INT32)
 _HALF, _ONE = Constant(0.5), Constant(1.0)
 
@@ -249,6 +258,7 @@ COMPOSITE_OPS: Mapping[str, CompositeOp] = {
         CompositeOp(
             "BatchNorm", ("x", "scale", "offset", "mean", "variance"), _batch_norm, {"epsilon": Constant(1e-5)}
         ),
+        CompositeOp("Gemm", ("a", "b", "c"), _gemm, flags=("transA", "transB")),
         CompositeOp("Attention", ("query", "key", "value", "mask"), _attention, {"scale": _ONE}),
     )
 }

@@ -67,10 +67,12 @@ class ModelGraph:
 
     Attributes:
         graph: The graph.
+        function_names: Names of the functions that were written for it, those of inner graphs included.
     """
 
     def __init__(self) -> None:
         self.graph = Graph()
+        self.function_names: set[str] = set()
         self._scope = ""
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], TensorHandle] = {}
 
@@ -82,6 +84,12 @@ class ModelGraph:
             yield
         finally:
             self._scope = outer
+
+    def nested(self) -> ModelGraph:
+        """Returns an empty graph that becomes a function of this one."""
+        inner = ModelGraph()
+        inner.function_names = self.function_names
+        return inner
 
     def op(self, op_type: str, *inputs: Any, name: str = "", **attrs: Any) -> TensorHandle:
         """Adds a node with one output in the scope. `name`: Its name within the scope; default: the op type."""
@@ -128,7 +136,7 @@ class ModelGraph:
         Args:
             op_type: The operation, from `COMPOSITE_OPS`.
             inputs: Its tensors; all have the element type of the first one, except those that the operation names.
-            constants: Values of the operation's constants, by name.
+            constants: Values of the operation's constants and flags, by name.
         """
         operation = COMPOSITE_OPS[op_type]
         self.graph.add_function(function_of(operation))
@@ -141,7 +149,7 @@ class ModelGraph:
             )
             for name in operation.constants
         }
-        return self.op(op_type, *inputs, **attrs)
+        return self.op(op_type, *inputs, **attrs, **{name: constants[name] for name in operation.flags})
 
     # Layouts.
 

@@ -1,0 +1,218 @@
+"""Reads ONNX models: checks the file, reads external data, expands functions, infers element types and shapes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError, EncodeError
+from onnx import external_data_helper, numpy_helper
+from onnx.inliner import inline_selected_functions
+
+from gradrule.errors import Detail, InvalidGraphError, UnsupportedError
+
+OLDEST_OPSET = 11
+# Expanding functions that call functions can take exponential time and memory.
+_MAX_NODES = 200_000
+_MAX_DEPTH = 32
+# Larger initialisers say nothing about shapes.
+_SMALL = 1024
+
+
+def read_model(source: bytes | str | os.PathLike[str], expanded: Collection[tuple[str, str]]) -> onnx.ModelProto:
+    """Reads and checks a model.
+
+    Args:
+        source: Bytes of a model, or the path of its file.
+        expanded: Domain and name of operations to replace by the functions that ONNX defines for them.
+
+    Returns:
+        The model, all values at hand, without calls of functions of its own, with `value_info`.
+
+    Raises:
+        InvalidGraphError: The file is missing, is no ONNX model, or breaks a rule of ONNX.
+        UnsupportedError: The opset is older than `OLDEST_OPSET`, or data is outside of the model's folder.
+    """
+    where, folder, data = "these bytes", None, source
+    if not isinstance(source, (bytes, bytearray, memoryview)):
+        file = Path(source)
+        where, folder = str(file), file.parent
+        try:
+            data = file.read_bytes()
+        except OSError as cause:
+            raise InvalidGraphError(f"{file} cannot be read: {cause.strerror}") from cause
+    assert not isinstance(data, (str, os.PathLike))
+    try:
+        model = onnx.ModelProto.FromString(bytes(data))
+    except DecodeError as cause:
+        raise InvalidGraphError(f"{where}: no ONNX model of {len(data)} bytes: {cause}") from None
+    if not model.HasField("graph") or not model.opset_import:
+        raise InvalidGraphError(f"{where}: no ONNX model: it has no {'graph' if model.opset_import else 'opset_import'}")
+    _check_opset(model, where)
+    _check_size(model, where)
+    for tensor in _tensors(model):
+        if external_data_helper.uses_external_data(tensor):
+            _read_external(tensor, folder, where)
+    return _prepared(model, set(expanded), where)
+
+
+def opsets(model: onnx.ModelProto) -> Mapping[str, int]:
+    """Returns the versions of the operations by domain; the default domain is the empty string."""
+    return {"" if item.domain == "ai.onnx" else item.domain: item.version for item in model.opset_import}
+
+
+def _check_opset(model: onnx.ModelProto, where: str) -> None:
+    version = opsets(model).get("", OLDEST_OPSET)
+    newest = onnx.defs.onnx_opset_version()
+    if not OLDEST_OPSET <= version <= newest:
+        raise UnsupportedError(
+            f"{where} has opset {version}; supported are {OLDEST_OPSET} to {newest}. "
+            "onnx.version_converter.convert_version(model, 17) converts it"
+        )
+
+
+def _check_size(model: onnx.ModelProto, where: str) -> None:
+    """Refuses functions that call themselves, and models with too many nodes once functions are expanded."""
+    functions = {(item.domain, item.name): item for item in model.functions}
+    sizes: dict[tuple[str, str], int] = {}
+    pending: set[tuple[str, str]] = set()
+
+    def size(nodes: Iterable[onnx.NodeProto], depth: int) -> int:
+        if depth > _MAX_DEPTH:
+            raise InvalidGraphError(f"{where}: more than {_MAX_DEPTH} graphs or functions inside of each other")
+        total = 0
+        for node in nodes:
+            key = node.domain, node.op_type
+            total += 1
+            if key in functions:
+                if key in pending:
+                    raise InvalidGraphError(f"{where}: function {node.op_type!r} calls itself")
+                if key not in sizes:
+                    pending.add(key)
+                    sizes[key] = size(functions[key].node, depth + 1)
+                    pending.remove(key)
+                total += sizes[key]
+            for graph in subgraphs(node):
+                total += size(graph.node, depth + 1)
+            if total > _MAX_NODES:
+                raise UnsupportedError(f"{where}: more than {_MAX_NODES} nodes once all functions are expanded")
+        return total
+
+    size(model.graph.node, 0)
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yields the graphs in the attributes of a node."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    graphs = [model.graph]
+    nodes = [node for function in model.functions for node in function.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            nodes += graph.node
+        else:
+            node = nodes.pop()
+            graphs += subgraphs(node)
+            for attribute in node.attribute:
+                if attribute.HasField("t"):
+                    yield attribute.t
+                yield from attribute.tensors
+
+
+def _read_external(tensor: onnx.TensorProto, folder: Path | None, where: str) -> None:
+    """Reads a tensor's data from a file in the model's folder."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    what = f"{where}: the data of {tensor.name!r} is in the file {location!r}"
+    if folder is None:
+        raise UnsupportedError(
+            f"{what}, but only bytes were given. onnx.save(model, path, save_as_external_data=False) writes one file"
+        )
+    parts = Path(location).parts
+    if not parts or Path(location).is_absolute() or ".." in parts:
+        raise UnsupportedError(f"{what}; it must be in the model's folder, without '..'")
+    file = folder
+    try:
+        for part in parts:
+            file = file / part
+            if stat.S_ISLNK(file.lstat().st_mode):
+                raise UnsupportedError(f"{what}, which is a symbolic link; the file must be in the model's folder")
+        offset = int(entries.get("offset", 0))
+        length = int(entries.get("length", file.stat().st_size - offset))
+        if offset < 0 or length < 0 or offset + length > file.stat().st_size:
+            raise InvalidGraphError(f"{what}, which is shorter than its {offset} + {length} bytes")
+        with file.open("rb") as opened:
+            opened.seek(offset)
+            tensor.raw_data = opened.read(length)
+    except (OSError, ValueError) as cause:
+        raise InvalidGraphError(f"{what}, which cannot be read: {cause}") from None
+    tensor.data_location = onnx.TensorProto.DEFAULT
+    del tensor.external_data[:]
+
+
+def _prepared(model: onnx.ModelProto, expanded: set[tuple[str, str]], where: str) -> onnx.ModelProto:
+    """Checks a model, expands functions, and infers shapes; the values of large initialisers take no part in it."""
+    large = {}
+    for tensor in model.graph.initializer:
+        if np.prod([float(size) for size in tensor.dims]) > _SMALL:
+            large[tensor.name] = onnx.TensorProto()
+            large[tensor.name].CopyFrom(tensor)
+    known = {item.name for item in model.graph.input}
+    skeleton = onnx.ModelProto()
+    skeleton.CopyFrom(model)
+    kept = [tensor for tensor in model.graph.initializer if tensor.name not in large]
+    del skeleton.graph.initializer[:]
+    skeleton.graph.initializer.extend(kept)
+    for name, tensor in large.items():
+        if name not in known:
+            skeleton.graph.input.append(onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
+    try:
+        onnx.checker.check_model(skeleton)
+        own = {(item.domain, item.name) for item in model.functions}
+        if own:
+            skeleton = inline_selected_functions(skeleton, sorted(own))
+        used = {(node.domain, node.op_type) for node in all_nodes(skeleton.graph)}
+        if used & expanded:
+            skeleton = inline_selected_functions(skeleton, sorted(used & expanded), inline_schema_functions=True)
+        skeleton = onnx.shape_inference.infer_shapes(skeleton, check_type=True, strict_mode=True, data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, EncodeError) as cause:
+        raise InvalidGraphError(f"{where}: not a valid ONNX model: {_short(cause)}") from None
+    added = {name for name in large if name not in known}
+    inputs = [item for item in skeleton.graph.input if item.name not in added]
+    infos = [item for item in skeleton.graph.input if item.name in added]
+    del skeleton.graph.input[:]
+    skeleton.graph.input.extend(inputs)
+    skeleton.graph.value_info.extend(infos)
+    skeleton.graph.initializer.extend(large.values())
+    return skeleton
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Yields the nodes of a graph and of the graphs inside."""
+    for node in graph.node:
+        yield node
+        for inner in subgraphs(node):
+            yield from all_nodes(inner)
+
+
+def array_of(tensor: onnx.TensorProto) -> np.ndarray:
+    """Returns the values of a tensor. Raises `InvalidGraphError` if their number does not fit the shape."""
+    try:
+        return np.asarray(numpy_helper.to_array(tensor))
+    except (ValueError, TypeError, KeyError, MemoryError) as cause:
+        raise InvalidGraphError(f"the values of tensor {tensor.name!r} are not valid: {_short(cause)}") from None
+
+
+def _short(cause: BaseException) -> str:
+    return " ".join(str(cause).split())[:500]
