@@ -103,11 +103,14 @@ class OpCall:
         self.since: int = schema.since_version
         self._schema = schema
         self._attributes = {attribute.name: attribute for attribute in node.attribute}
+        self._read_attributes: set[str] = set()
+        self._read_inputs: set[int] = set()
 
     # Attributes.
 
     def attr(self, name: str, default: Any = None) -> Any:
         """Returns an attribute, its default in ONNX, or `default`."""
+        self._read_attributes.add(name)
         if name in self._attributes:
             value = onnx.helper.get_attribute_value(self._attributes[name])
             return value.decode() if isinstance(value, bytes) else value
@@ -117,6 +120,15 @@ class OpCall:
             return value.decode() if isinstance(value, bytes) else value
         return default
 
+    def check_all_read(self) -> None:
+        """Raises `CannotConvertError` if the node has an attribute or input that the conversion did not read."""
+        unread = [name for name in self._attributes if name not in self._read_attributes]
+        if unread:
+            raise CannotConvertError(f"with the attribute {unread[0]!r}, which is not supported")
+        for index, name in enumerate(self.node.input):
+            if name and index not in self._read_inputs:
+                raise CannotConvertError(f"with the input {name!r}, which is not supported")
+
     # Inputs.
 
     def __len__(self) -> int:
@@ -124,14 +136,17 @@ class OpCall:
 
     def has(self, index: int) -> bool:
         """Returns whether an input is given."""
+        self._read_inputs.add(index)
         return index < len(self.node.input) and self.node.input[index] != ""
 
     def tensor(self, index: int) -> Tensor:
         """Returns an input with what is known of it."""
+        self._read_inputs.add(index)
         return self.body.tensor(self.node.input[index])
 
     def value(self, index: int) -> Value:
         """Returns an input in the graph."""
+        self._read_inputs.add(index)
         return self.body.value(self.node.input[index])
 
     def x(self, index: int = 0) -> TensorHandle:

@@ -92,6 +92,8 @@ def _identity(call: OpCall) -> Converted:
 @converts("Cast", nodes="Cast", refuses="strings, floating-point numbers of 8 bits and less")
 def _cast(call: OpCall) -> Value:
     dtype = DTYPES.get(call.attr("to"))
+    # Says what becomes of numbers that 8 bits cannot hold, which graphs do not have.
+    call.attr("saturate"), call.attr("round_mode")
     if dtype is None:
         raise CannotConvertError("to an element type that graphs do not have")
     return cast_value(call, call.value(0), dtype)
@@ -99,7 +101,8 @@ def _cast(call: OpCall) -> Value:
 
 @converts("CastLike", nodes="Cast", refuses="as Cast")
 def _cast_like(call: OpCall) -> Value:
-    return cast_value(call, call.value(0), call.output_dtype())
+    call.attr("saturate"), call.attr("round_mode")
+    return cast_value(call, call.value(0), call.dtype(1) or call.output_dtype())
 
 
 def cast_value(call: OpCall, value: Value, dtype: str) -> Value:
@@ -110,7 +113,10 @@ def cast_value(call: OpCall, value: Value, dtype: str) -> Value:
 @converts("BitCast", nodes="Bitcast", differentiable=False, refuses="types of other sizes")
 def _bit_cast(call: OpCall) -> Value:
     value, dtype = call.value(0), call.output_dtype()
-    return value if value.dtype == dtype else call.model.elementwise("Bitcast", value, type=dtype)
+    call.attr("to")
+    if value.dtype == dtype:
+        return value
+    return call.model.elementwise("Cast", value, DstT=dtype) if "bool" in (value.dtype, dtype) else call.model.elementwise("Bitcast", value, type=dtype)
 
 
 @converts("Div", nodes="RealDiv, or TruncateDiv of integers")
@@ -148,8 +154,18 @@ def _power(call: OpCall) -> Value:
 
 @converts("BitShift", nodes="LeftShift or RightShift", differentiable=False)
 def _shift(call: OpCall) -> Value:
-    op_type = "LeftShift" if call.attr("direction") == "LEFT" else "RightShift"
-    return call.model.broadcast(op_type, [call.value(0), call.value(1)])
+    """Shifts bits; amounts that are negative or not below the width shift all of them out."""
+    model, x, amount = call.model, call.value(0), call.value(1)
+    width = np.dtype(x.dtype).itemsize * 8
+    inside = model.broadcast("Less", [amount, Value(call.const(width), 0)])
+    if x.dtype not in _UNSIGNED:
+        positive = model.broadcast("GreaterEqual", [amount, Value(call.const(0), 0)])
+        inside = model.broadcast("LogicalAnd", [inside, positive])
+    if call.attr("direction") == "LEFT" or x.dtype in _UNSIGNED:
+        shifted = model.broadcast("LeftShift" if call.attr("direction") == "LEFT" else "RightShift", [x, amount])
+        return model.broadcast("SelectV2", [inside, shifted, Value(call.const(0), 0)])
+    amount = model.broadcast("SelectV2", [inside, amount, Value(call.const(width - 1), 0)])
+    return model.broadcast("RightShift", [x, amount])
 
 
 def _folded_over(op_type: str) -> Convert:

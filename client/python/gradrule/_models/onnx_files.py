@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -162,40 +162,74 @@ def _read_external(tensor: onnx.TensorProto, folder: Path | None, where: str) ->
 
 
 def _prepared(model: onnx.ModelProto, expanded: set[tuple[str, str]], where: str) -> onnx.ModelProto:
-    """Checks a model, expands functions, and infers shapes; the values of large initialisers take no part in it."""
-    large = {}
-    for tensor in model.graph.initializer:
-        if np.prod([float(size) for size in tensor.dims]) > _SMALL:
-            large[tensor.name] = onnx.TensorProto()
-            large[tensor.name].CopyFrom(tensor)
-    known = {item.name for item in model.graph.input}
-    skeleton = onnx.ModelProto()
-    skeleton.CopyFrom(model)
-    kept = [tensor for tensor in model.graph.initializer if tensor.name not in large]
-    del skeleton.graph.initializer[:]
-    skeleton.graph.initializer.extend(kept)
-    for name, tensor in large.items():
-        if name not in known:
-            skeleton.graph.input.append(onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
+    """Checks a model, expands functions, and infers shapes."""
+    own = {(item.domain, item.name) for item in model.functions}
     try:
-        onnx.checker.check_model(skeleton)
-        own = {(item.domain, item.name) for item in model.functions}
+        small, large = _without_large(model)
+        onnx.checker.check_model(small)
         if own:
-            skeleton = inline_selected_functions(skeleton, sorted(own))
-        used = {(node.domain, node.op_type) for node in all_nodes(skeleton.graph)}
-        if used & expanded:
-            skeleton = inline_selected_functions(skeleton, sorted(used & expanded), inline_schema_functions=True)
-        skeleton = onnx.shape_inference.infer_shapes(skeleton, check_type=True, strict_mode=True, data_prop=True)
+            small = inline_selected_functions(small, sorted(own))
+        small = inferred(small)
+        while {(node.domain, node.op_type) for node in all_nodes(small.graph)} & expanded:
+            # The functions of ONNX need the types of their inputs, and attributes that are given.
+            _give_defaults(small, expanded)
+            small = inferred(inline_selected_functions(small, sorted(expanded), inline_schema_functions=True))
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, EncodeError) as cause:
         raise InvalidGraphError(f"{where}: not a valid ONNX model: {_short(cause)}") from None
-    added = {name for name in large if name not in known}
-    inputs = [item for item in skeleton.graph.input if item.name not in added]
-    infos = [item for item in skeleton.graph.input if item.name in added]
-    del skeleton.graph.input[:]
-    skeleton.graph.input.extend(inputs)
-    skeleton.graph.value_info.extend(infos)
-    skeleton.graph.initializer.extend(large.values())
-    return skeleton
+    return _with_large(small, large)
+
+
+def _without_large(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx.TensorProto]]:
+    """Returns a model with inputs in place of large initialisers, and these: their values say nothing about shapes."""
+    small = onnx.ModelProto()
+    small.CopyFrom(model)
+    large = [item for item in model.graph.initializer if np.prod([float(size) for size in item.dims]) > _SMALL]
+    names = {item.name for item in large}
+    known = {item.name for item in model.graph.input}
+    kept = [item for item in model.graph.initializer if item.name not in names]
+    del small.graph.initializer[:]
+    small.graph.initializer.extend(kept)
+    for item in large:
+        if item.name not in known:
+            small.graph.input.append(onnx.helper.make_tensor_value_info(item.name, item.data_type, item.dims))
+    return small, large
+
+
+def _with_large(small: onnx.ModelProto, large: Sequence[onnx.TensorProto]) -> onnx.ModelProto:
+    """Reverses `_without_large`."""
+    small.graph.initializer.extend(large)
+    return small
+
+
+def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model with the element types and shapes that ONNX infers."""
+    return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+
+
+def with_known(model: onnx.ModelProto, known: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+    """Returns the model in which initialisers replace the nodes whose results are known."""
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    graph = found.graph
+    kept = [node for node in graph.node if not all(name in known for name in node.output)]
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(kept)
+    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in known.items())
+    small, large = _without_large(found)
+    return _with_large(inferred(small), large)
+
+
+def _give_defaults(model: onnx.ModelProto, expanded: set[tuple[str, str]]) -> None:
+    versions = opsets(model)
+    for node in all_nodes(model.graph):
+        if (node.domain, node.op_type) in expanded:
+            schema = onnx.defs.get_schema(node.op_type, versions[node.domain], node.domain)
+            given = {attribute.name for attribute in node.attribute}
+            node.attribute.extend(
+                attribute.default_value
+                for name, attribute in schema.attributes.items()
+                if name not in given and attribute.default_value.type
+            )
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

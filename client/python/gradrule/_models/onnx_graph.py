@@ -24,7 +24,7 @@ from gradrule._models.onnx_calls import (
     all_rows,
     known_tensor,
 )
-from gradrule._models.onnx_files import array_of, opsets, read_model
+from gradrule._models.onnx_files import array_of, opsets, read_model, with_known
 from gradrule._models.onnx_folding import folded
 from gradrule.errors import Detail, GradruleError, InvalidGraphError, UnsupportedError
 from gradrule.v1 import graph_pb2
@@ -45,7 +45,19 @@ def from_onnx(source: bytes | str | os.PathLike[str]) -> Graph:
         if schema.name not in rows and (schema.has_function or schema.has_context_dependent_function)
     }
     model = read_model(source, expanded)
-    return _Conversion(model).run()
+    while True:
+        conversion = _Conversion(model)
+        graph = conversion.run()
+        if graph is not None:
+            return graph
+        # What was computed during the conversion lets ONNX infer more shapes.
+        known = conversion.computed()
+        if not known:
+            names = ", ".join(dict.fromkeys(detail.message.partition(" ")[0] for detail in conversion.refused))
+            raise UnsupportedError(
+                f"this model has operations that gr.from_onnx cannot convert: {names}", details=conversion.refused
+            )
+        model = with_known(model, known)
 
 
 def valid_name(name: str) -> str:
@@ -64,12 +76,22 @@ class _Conversion:
         self.results: dict[str, str] = {}
         """Names of the tensors that ONNX nodes at the top level compute, by the path of the node."""
 
-    def run(self) -> Graph:
-        """Returns the graph. Raises `UnsupportedError` with everything that cannot be converted."""
+    def computed(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Returns the results of nodes of the model that are known."""
+        return {
+            name: found.array
+            for node in self._model.graph.node
+            for name in node.output
+            if (found := self._tensors.get(name)) is not None and found.array is not None and node.op_type != "Constant"
+        }
+
+    def run(self) -> Graph | None:
+        """Returns the graph; None if there is something that cannot be converted, which is then in `refused`."""
         onnx_graph = self._model.graph
         model = ModelGraph()
         body = Body(self, model, onnx_graph)
         body.add_initializers()
+        self._tensors = body.tensors
         inputs: dict[str, str] = {}
         for item in onnx_graph.input:
             if item.name in body.tensors:
@@ -100,10 +122,7 @@ class _Conversion:
                 handle = model.op("Identity", handle)
             results[item.name] = handle
         if self.refused:
-            names = ", ".join(dict.fromkeys(detail.message.partition(" ")[0] for detail in self.refused))
-            raise UnsupportedError(
-                f"this model has operations that gr.from_onnx cannot convert: {names}", details=self.refused
-            )
+            return None
         return _named(model.graph, self.results, results, inputs)
 
     def refuse(self, node: str, text: str) -> None:
@@ -236,6 +255,7 @@ class Body:
                 results = folded(call)
                 if results is None:
                     results = row.convert(call)
+                    call.check_all_read()
                 self._add_results(call, results)
             except CannotConvertError as cause:
                 self._refuse(node, f"{what}: {cause}")

@@ -9,8 +9,11 @@ from gradrule._models.model_graph import Value
 from gradrule._models.onnx_calls import FLOATS, CannotConvertError, Convert, Converted, OnnxOp, OpCall, add_op, converts
 
 
-def _reduced(call: OpCall, op_type: str, x: Value, axes: Sequence[int]) -> Value:
+def _reduced(call: OpCall, op_type: str, x: Value, axes: Sequence[int] | TensorHandle) -> Value:
     keep = bool(call.attr("keepdims", 1))
+    if isinstance(axes, TensorHandle):
+        rank = x.rank if keep else call.output_rank()
+        return Value(call.op(op_type, call.model.natural(x), axes, keep_dims=keep), rank)
     rank = x.rank if keep else x.rank - len(axes)
     if x.channels_last and keep:
         positions = call.model.int32(*(call.model.axis_of(x, axis) for axis in axes))
@@ -18,12 +21,22 @@ def _reduced(call: OpCall, op_type: str, x: Value, axes: Sequence[int]) -> Value
     return Value(call.op(op_type, call.model.natural(x), call.model.int32(*axes), keep_dims=keep), rank)
 
 
-def _axes(call: OpCall) -> list[int] | None:
+def _axes(call: OpCall) -> list[int] | TensorHandle | None:
     """Returns the axes to reduce; None if the tensor stays as it is."""
-    axes = call.axes(1)
+    if call.has(1) and call.array(1) is None:
+        count = call.shape(1)[0]
+        if count is None:
+            raise CannotConvertError("with axes of unknown number")
+        if count:
+            call.attr("noop_with_empty_axes")
+            return call.x(1)
+        axes: list[int] | None = []
+    else:
+        axes = call.axes(1)
+    empty = call.attr("noop_with_empty_axes", 0)
     if axes:
         return axes
-    return None if call.attr("noop_with_empty_axes", 0) else [*range(call.rank())]
+    return None if empty else [*range(call.rank())]
 
 
 def _reduction(op_type: str, before: str = "", after: str = "") -> Convert:
@@ -59,10 +72,10 @@ for _name, _row in {
     "ReduceSumSquare": _reduction("Sum", before="Square"),
     "ReduceLogSum": _reduction("Sum", after="Log"),
 }.items():
-    add_op(_name, OnnxOp(_row, _name.removeprefix("Reduce"), refuses="axes that other nodes compute"))
+    add_op(_name, OnnxOp(_row, _name.removeprefix("Reduce"), refuses=""))
 
 
-@converts("ReduceLogSumExp", nodes="Max, Exp, Sum and Log", refuses="axes that other nodes compute")
+@converts("ReduceLogSumExp", nodes="Max, Exp, Sum and Log")
 def _log_sum_exp(call: OpCall) -> Converted:
     model, x = call.model, call.x()
     own = call.dtype()
@@ -71,7 +84,7 @@ def _log_sum_exp(call: OpCall) -> Converted:
     axes = _axes(call)
     if axes is None:
         return Value(call.cast(x, own), call.rank())
-    positions = model.int32(*axes)
+    positions = axes if isinstance(axes, TensorHandle) else model.int32(*axes)
     top = call.op("Max", x, positions, keep_dims=True)
     # The maximum of no or infinite elements would give inf - inf.
     top = call.op("SelectV2", call.op("IsFinite", top), top, call.op("ZerosLike", top))
@@ -79,8 +92,8 @@ def _log_sum_exp(call: OpCall) -> Converted:
     total = call.op("Sum", call.op("Exp", call.op("Sub", x, top)), positions, keep_dims=True)
     y = call.op("AddV2", call.op("Log", total), top)
     if not call.attr("keepdims", 1):
-        y = call.op("Squeeze", y, squeeze_dims=axes) if axes else y
-        return Value(call.cast(y, own), call.rank() - len(axes))
+        shape = call.op("Shape", call.op("Max", x, positions))
+        return Value(call.cast(call.op("Reshape", y, shape), own), call.output_rank())
     return Value(call.cast(y, own), call.rank())
 
 
@@ -175,12 +188,14 @@ def _hardmax(call: OpCall) -> Value:
     return Value(call.op("Reshape", y, shape), rank)
 
 
-@converts("TopK", nodes="TopKV2", refuses="k that is computed is allowed; sorted=0 gives sorted values")
+@converts("TopK", nodes="TopKV2")
 def _top_k(call: OpCall) -> Converted:
     model, rank, axis = call.model, call.rank(), call.axis(default=-1)
     x = moved_last(call, call.x(), axis, rank)
     k = call.op("Cast", call.op("Reshape", call.x(1), model.int32()), DstT="int32")
     largest = call.attr("largest", 1)
+    # Sorted values are a valid answer where any order is.
+    call.attr("sorted")
     if not largest:
         if call.dtype() not in (*FLOATS, "int8", "int16", "int32", "int64"):
             raise CannotConvertError(f"with largest=0 of {call.dtype()}")

@@ -98,8 +98,12 @@ def _transpose(call: OpCall) -> Converted:
     return Value(call.op("Transpose", call.x(), call.model.int32(*order)), call.rank())
 
 
-@converts("Squeeze", nodes="Squeeze", refuses="axes that other nodes compute")
+@converts("Squeeze", nodes="Squeeze, or Reshape if axes are computed")
 def _squeeze(call: OpCall) -> Converted:
+    if call.has(1) and call.array(1) is None:
+        kept = call.model.ops("ListDiff", call.const([*range(call.rank())], "int64"), _computed_axes(call, call.rank()))[0]
+        shape = call.op("GatherV2", call.op("Shape", call.x(), out_type="int64"), kept, 0)
+        return call.op("Reshape", call.x(), shape)
     axes = call.axes(1)
     if axes is None:
         axes = [axis for axis, size in enumerate(call.known_shape()) if size == 1]
@@ -108,13 +112,24 @@ def _squeeze(call: OpCall) -> Converted:
     return Value(call.op("Squeeze", call.x(), squeeze_dims=axes), call.rank() - len(axes))
 
 
-@converts("Unsqueeze", nodes="ExpandDims", refuses="axes that other nodes compute")
+@converts("Unsqueeze", nodes="ExpandDims, or Reshape if axes are computed")
 def _unsqueeze(call: OpCall) -> Converted:
+    if call.has(1) and call.array(1) is None:
+        rank = call.output_rank()
+        kept = call.model.ops("ListDiff", call.const([*range(rank)], "int64"), _computed_axes(call, rank))[0]
+        sizes = call.op("Shape", call.x(), out_type="int64")
+        ones = call.const([1] * rank, "int64")
+        shape = call.op("TensorScatterUpdate", ones, call.op("ExpandDims", kept, 1), sizes)
+        return Value(call.op("Reshape", call.x(), shape), rank)
     given = call.known(1).tolist() if call.has(1) else call.attr("axes")
     rank, x = call.rank() + len(given), call.x()
     for axis in sorted(int(axis) % rank for axis in given):
         x = call.op("ExpandDims", x, axis)
     return Value(x, rank)
+
+
+def _computed_axes(call: OpCall, rank: int) -> TensorHandle:
+    return call.op("FloorMod", call.x(1), call.const(rank, "int64"))
 
 
 @converts("Expand", nodes="BroadcastTo")
@@ -146,11 +161,15 @@ def _concat(call: OpCall) -> Converted:
     return Value(model.op("ConcatV2", [value.handle for value in values], axis), rank)
 
 
-@converts("Split", nodes="SplitV, or Split of an axis of unknown size", refuses="sizes that other nodes compute")
+@converts("Split", nodes="SplitV, or Split of an axis of unknown size")
 def _split(call: OpCall) -> Converted:
     model, x, axis = call.model, call.value(0), call.axis()
     count = len(call.node.output)
+    if call.has(1) and call.array(1) is None:
+        computed = model.ops("SplitV", x.handle, call.x(1), model.axis_of(x, axis), num_split=count)
+        return [Value(part, x.rank, x.channels_last) for part in computed]
     sizes = call.known(1).tolist() if call.has(1) else call.attr("split")
+    call.attr("num_outputs")
     size = call.shape()[axis]
     if sizes is None and size is not None:
         each = -(-size // count)
@@ -291,19 +310,14 @@ def _gather_nd(call: OpCall) -> Converted:
     return Value(call.op("GatherNd", x, indices), rank - 1 + call.rank() - batch - width)
 
 
-@converts("Pad", nodes="PadV2, MirrorPad, or GatherV2 with mode=edge or wrap", refuses="computed pads unless mode=constant")
+@converts("Pad", nodes="PadV2, MirrorPad, or GatherV2 with mode=edge or wrap", refuses="negative pads unless they are known and mode=constant")
 def _pad(call: OpCall) -> Converted:
     mode, x, rank = call.attr("mode", "constant"), call.value(0), call.rank()
     pads = call.array(1)
-    axes = [*range(rank)]
-    if call.has(3):
-        axes = [int(axis) % rank for axis in call.known(3).tolist()]
     fill = call.op("Reshape", call.x(2), []) if call.has(2) else call.const(0)
-    if pads is None:
-        if mode != "constant" or axes != [*range(rank)]:
-            raise CannotConvertError(f"with mode {mode!r} and pads that other nodes compute")
-        pairs = call.op("Transpose", call.op("Reshape", call.x(1), [2, rank]), [1, 0])
-        return Value(call.op("PadV2", call.x(), pairs, fill), rank)
+    if pads is None or (call.has(3) and call.array(3) is None):
+        return Value(_padded(call, call.x(), _computed_pads(call, rank), [*range(rank)], fill, mode), rank)
+    axes = [int(axis) % rank for axis in call.known(3).tolist()] if call.has(3) else [*range(rank)]
     amounts = np.zeros((rank, 2), np.int64)
     for place, axis in enumerate(axes):
         amounts[call.model.axis_of(x, axis)] = pads[place], pads[place + len(axes)]
@@ -313,29 +327,42 @@ def _pad(call: OpCall) -> Converted:
             raise CannotConvertError(f"with mode {mode!r} and negative pads")
         cut = np.minimum(amounts, 0)
         ends = [int(end) if end else _GREATEST for end in cut[:, 1]]
-        y = call.op("StridedSlice", y, call.const(-cut[:, 0], "int64"), call.const(ends, "int64"), call.const([1] * rank, "int64"))
+        bounds = [call.const(bound, "int64") for bound in (-cut[:, 0], ends, [1] * rank)]
+        y = call.op("StridedSlice", y, *bounds)
         amounts = np.maximum(amounts, 0)
+    padded = [axis for axis in range(rank) if amounts[axis].any()]
+    return Value(_padded(call, y, call.const(amounts, "int64"), padded, fill, mode), rank, x.channels_last)
+
+
+def _computed_pads(call: OpCall, rank: int) -> TensorHandle:
+    """Returns the pads that other nodes compute, [rank, 2]."""
+    pairs = call.op("Transpose", call.op("Reshape", call.x(1), [2, -1]), [1, 0])
+    if not call.has(3):
+        return pairs
+    axes = call.op("FloorMod", call.cast(call.x(3), "int64"), call.const(rank, "int64"))
+    zeros = call.const(np.zeros((rank, 2)), "int64")
+    return call.op("TensorScatterUpdate", zeros, call.op("ExpandDims", axes, 1), pairs)
+
+
+def _padded(
+    call: OpCall, x: TensorHandle, pads: TensorHandle, axes: Sequence[int], fill: TensorHandle, mode: str
+) -> TensorHandle:
+    """Pads a tensor by `pads`, [rank, 2]; modes that TensorFlow does not have gather along `axes`."""
     if mode == "constant":
-        y = call.op("PadV2", y, call.const(amounts, "int64"), fill)
-    elif mode == "reflect":
-        y = call.op("MirrorPad", y, call.const(amounts, "int64"), mode="REFLECT")
-    else:
-        for axis in range(rank):
-            if amounts[axis].any():
-                y = _padded_by_gathering(call, y, axis, amounts[axis].tolist(), mode)
-    return Value(y, rank, x.channels_last)
-
-
-def _padded_by_gathering(call: OpCall, x: TensorHandle, axis: int, amounts: Sequence[int], mode: str) -> TensorHandle:
-    size = size_of(call, x, axis)
-    end = call.op("AddV2", size, call.const(amounts[1], "int64"))
-    numbers = call.op("Range", call.const(-amounts[0], "int64"), end, call.const(1, "int64"))
-    if mode == "wrap":
-        places = call.op("FloorMod", numbers, size)
-    else:
-        last = call.op("Sub", size, call.const(1, "int64"))
-        places = call.op("Minimum", call.op("Maximum", numbers, call.const(0, "int64")), last)
-    return call.op("GatherV2", x, places, axis)
+        return call.op("PadV2", x, pads, fill)
+    if mode == "reflect":
+        return call.op("MirrorPad", x, pads, mode="REFLECT")
+    zero, one = call.const(0, "int64"), call.const(1, "int64")
+    for axis in axes:
+        before, after = call.model.ops("Unpack", call.op("GatherV2", pads, axis, 0), num=2)
+        size = size_of(call, x, axis)
+        numbers = call.op("Range", call.op("Neg", before), call.op("AddV2", size, after), one)
+        if mode == "wrap":
+            places = call.op("FloorMod", numbers, size)
+        else:
+            places = call.op("Minimum", call.op("Maximum", numbers, zero), call.op("Sub", size, one))
+        x = call.op("GatherV2", x, places, axis)
+    return x
 
 
 @converts("Range", nodes="Range", refuses="int16 is computed as int32")
@@ -448,6 +475,8 @@ def _depth_to_space(call: OpCall) -> Converted:
 def _space_to_depth(call: OpCall) -> Converted:
     block = int(call.attr("blocksize"))
     split = [[None], [None], [None, block], [None, block]]
-    return Value(regrouped(call, call.x(), split, [0, 3, 5, 1, 2, 4], [[0], [3, 5, 1], [2], [4]]), 4)
-
-
+    if call.attr("mode", "DCR") == "DCR":
+        order, channels = [0, 3, 5, 1, 2, 4], [3, 5, 1]
+    else:
+        order, channels = [0, 1, 3, 5, 2, 4], [1, 3, 5]
+    return Value(regrouped(call, call.x(), split, order, [[0], channels, [2], [4]]), 4)
