@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from gradrule._builder.handles import TensorHandle
-from gradrule._models.model_graph import ModelGraph, Value
+from gradrule._models.model_graph import ModelGraph, UnsupportedOpError, Value
 
 if TYPE_CHECKING:
     from gradrule._models.onnx_graph import Body
@@ -48,10 +48,6 @@ NARROW = {
 """Element types that only QuantizeLinear and DequantizeLinear use: graphs hold them as floating-point numbers."""
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
-
-
-class CannotConvertError(Exception):
-    """Reports a call that cannot be converted; the message, after the operation's name, says why."""
 
 
 class MissingTensorError(Exception):
@@ -121,13 +117,13 @@ class OpCall:
         return default
 
     def check_all_read(self) -> None:
-        """Raises `CannotConvertError` if the node has an attribute or input that the conversion did not read."""
+        """Raises `UnsupportedOpError` if the node has an attribute or input that the conversion did not read."""
         unread = [name for name in self._attributes if name not in self._read_attributes]
         if unread:
-            raise CannotConvertError(f"with the attribute {unread[0]!r}, which is not supported")
+            raise UnsupportedOpError(f"with the attribute {unread[0]!r}, which is not supported")
         for index, name in enumerate(self.node.input):
             if name and index not in self._read_inputs:
-                raise CannotConvertError(f"with the input {name!r}, which is not supported")
+                raise UnsupportedOpError(f"with the input {name!r}, which is not supported")
 
     # Inputs.
 
@@ -168,14 +164,14 @@ class OpCall:
         if found.shape is not None:
             return found.shape
         if found.value is None:
-            raise CannotConvertError(f"of the tensor {self.node.input[index]!r}, whose number of axes is not known")
+            raise UnsupportedOpError(f"of the tensor {self.node.input[index]!r}, whose number of axes is not known")
         return (None,) * found.value.rank
 
     def known_shape(self, index: int = 0) -> tuple[int, ...]:
         """Returns the sizes of an input, which must be known."""
         sizes = self.shape(index)
         if any(size is None for size in sizes):
-            raise CannotConvertError(f"of the tensor {self.node.input[index]!r}, whose sizes {sizes} are not all known")
+            raise UnsupportedOpError(f"of the tensor {self.node.input[index]!r}, whose sizes {sizes} are not all known")
         return tuple(size for size in sizes if size is not None)
 
     def array(self, index: int) -> Array | None:
@@ -186,7 +182,7 @@ class OpCall:
         """Returns the value of an input, which must be known."""
         found = self.array(index)
         if found is None:
-            raise CannotConvertError(f"whose input {self._schema.inputs[index].name!r} is computed by other nodes")
+            raise UnsupportedOpError(f"whose input {self._schema.inputs[index].name!r} is computed by other nodes")
         return found
 
     def axis(self, name: str = "axis", default: int = 0, rank: int | None = None) -> int:
@@ -194,7 +190,7 @@ class OpCall:
         count = self.rank() if rank is None else rank
         found = int(self.attr(name, default))
         if not -count <= found < max(count, 1):
-            raise CannotConvertError(f"with {name} {found} of {count} axes")
+            raise UnsupportedOpError(f"with {name} {found} of {count} axes")
         return found % count if count else 0
 
     def axes(self, index: int, name: str = "axes") -> list[int] | None:
@@ -209,7 +205,7 @@ class OpCall:
         """Returns the number of axes of an output, which must be known."""
         shape = self.output_shape(index)
         if shape is None:
-            raise CannotConvertError("with a result whose number of axes is not known")
+            raise UnsupportedOpError("with a result whose number of axes is not known")
         return len(shape)
 
     def output_shape(self, index: int = 0) -> tuple[int | None, ...] | None:
@@ -220,7 +216,7 @@ class OpCall:
         """Returns the element type of an output."""
         found = self.body.info(self.node.output[index])[0]
         if not found:
-            raise CannotConvertError(f"with a result of an element type that graphs do not have, or none that is known")
+            raise UnsupportedOpError(f"with a result of an element type that graphs do not have, or none that is known")
         return found
 
     def wants(self, index: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gradrule._builder.handles import TensorHandle
 from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import CannotConvertError, Converted, OpCall, Tensor, converts
+from gradrule._models.onnx_calls import UnsupportedOpError, Converted, OpCall, Tensor, converts
 from gradrule._models.onnx_functions import LoopBody, add_condition, add_function, add_loop, empty_list, pushed, stacked
 from gradrule._models.onnx_graph import Body
 
@@ -28,7 +28,7 @@ def _if(call: OpCall) -> Converted:
         results.append([branch.value(item.name) for item in branch.graph.output])
     for place, (first, second) in enumerate(zip(*results, strict=True)):
         if (first.rank, first.dtype) != (second.rank, second.dtype):
-            raise CannotConvertError(f"whose branches have results {place} of different types or numbers of axes")
+            raise UnsupportedOpError(f"whose branches have results {place} of different types or numbers of axes")
     captured = list(dict.fromkeys(name for branch in branches for name in branch.captured))
     inputs = [model.natural(call.body.value(name)) for name in captured]
     functions = [
@@ -81,7 +81,7 @@ def _loop(
     following = outputs[first_output : first_output + len(values)]
     for (start, _), result in zip(values, following, strict=True):
         if start.number != result.number:
-            raise CannotConvertError("with a value whose element type changes")
+            raise UnsupportedOpError("with a value whose element type changes")
     collected = outputs[first_output + len(values) :]
     types = [Value(item, 0).dtype for item in collected]
     lists = [inner.graph.placeholder(f"in/list{place}", "variant", None) for place in range(len(collected))]
@@ -124,7 +124,7 @@ def _loop_op(call: OpCall) -> Converted:
     body.convert()
     for place, item in enumerate(body.graph.output[1 : 1 + len(values)], 2):
         if body.value(item.name).rank != call.rank(place):
-            raise CannotConvertError("with a value whose number of axes changes")
+            raise UnsupportedOpError("with a value whose number of axes changes")
     count = call.op("Reshape", call.x(0), model.int32()) if call.has(0) else model.constant(_MOST_ITERATIONS, "int64")
     return _loop(call, body, iteration, values, count, 1, condition)
 

@@ -11,7 +11,7 @@ from gradrule._models.model_graph import Value
 from gradrule._models.onnx_calls import (
     DTYPES,
     FLOATS,
-    CannotConvertError,
+    UnsupportedOpError,
     Convert,
     Converted,
     OnnxOp,
@@ -46,7 +46,7 @@ def _through(op_type: str, dtypes: Sequence[str], wide: str) -> Convert:
         if values[0].dtype not in dtypes:
             return call.model.broadcast(op_type, values)
         if values[0].dtype == "uint64":
-            raise CannotConvertError("of uint64")
+            raise UnsupportedOpError("of uint64")
         own = values[0].dtype
         widened = [call.model.elementwise("Cast", value, DstT=wide) for value in values]
         return call.model.elementwise("Cast", call.model.broadcast(op_type, widened), DstT=own)
@@ -95,7 +95,7 @@ def _cast(call: OpCall) -> Value:
     # Says what becomes of numbers that 8 bits cannot hold, which graphs do not have.
     call.attr("saturate"), call.attr("round_mode")
     if dtype is None:
-        raise CannotConvertError("to an element type that graphs do not have")
+        raise UnsupportedOpError("to an element type that graphs do not have")
     return cast_value(call, call.value(0), dtype)
 
 
@@ -129,7 +129,7 @@ def _divide(call: OpCall) -> Value:
 def _modulo(call: OpCall) -> Value:
     if not call.attr("fmod"):
         if call.dtype() in FLOATS:
-            raise CannotConvertError("of floating-point numbers without fmod=1")
+            raise UnsupportedOpError("of floating-point numbers without fmod=1")
         return call.model.broadcast("FloorMod", [call.value(0), call.value(1)])
     if call.dtype() in ("float16", "bfloat16"):
         return _through("TruncateMod", ("float16", "bfloat16"), "float32")(call)  # type: ignore[return-value]
@@ -146,7 +146,7 @@ def _power(call: OpCall) -> Value:
     if own in FLOATS:
         return call.model.broadcast("Pow", [x, cast_value(call, exponent, own)])
     if "uint64" in (own, exponent.dtype) or own not in ("int32", "int64"):
-        raise CannotConvertError(f"of {own}")
+        raise UnsupportedOpError(f"of {own}")
     wide = "float64" if exponent.dtype in FLOATS else "int64"
     powers = call.model.broadcast("Pow", [cast_value(call, x, wide), cast_value(call, exponent, wide)])
     return cast_value(call, powers, own)
@@ -273,7 +273,7 @@ def _shrink(call: OpCall) -> Value:
     x, model, dtype = call.value(0), call.model, call.dtype()
     limit, bias = float(call.attr("lambd")), float(call.attr("bias"))
     if dtype not in FLOATS and (limit % 1 or bias % 1 or dtype in _UNSIGNED):
-        raise CannotConvertError(f"of {dtype} with lambd {limit} and bias {bias}")
+        raise UnsupportedOpError(f"of {dtype} with lambd {limit} and bias {bias}")
     zero = Value(call.const(0), 0)
     below = model.broadcast("Less", [x, Value(call.const(-limit), 0)])
     above = model.broadcast("Greater", [x, Value(call.const(limit), 0)])
@@ -286,7 +286,7 @@ def _shrink(call: OpCall) -> Value:
 def _prelu(call: OpCall) -> Value:
     x, model = call.value(0), call.model
     if x.dtype in _UNSIGNED:
-        raise CannotConvertError(f"of {x.dtype}")
+        raise UnsupportedOpError(f"of {x.dtype}")
     below = model.broadcast("Mul", [model.broadcast("Minimum", [x, Value(call.const(0), 0)]), call.value(1)])
     return model.broadcast("AddV2", [model.elementwise("Relu", x), below])
 

@@ -19,6 +19,7 @@ OLDEST_OPSET = 11
 # Expanding functions that call functions can take exponential time and memory.
 _MAX_NODES = 200_000
 _MAX_DEPTH = 32
+_EXPANDED_DOMAIN = "gradrule.expanded"
 # Larger initialisers say nothing about shapes.
 _SMALL = 1024
 
@@ -164,16 +165,22 @@ def _read_external(tensor: onnx.TensorProto, folder: Path | None, where: str) ->
 def _prepared(model: onnx.ModelProto, expanded: set[tuple[str, str]], where: str) -> onnx.ModelProto:
     """Checks a model, expands functions, and infers shapes."""
     own = {(item.domain, item.name) for item in model.functions}
+    versions = opsets(model)
+    for item in model.functions:
+        for import_ in item.opset_import:
+            if versions.get(import_.domain, import_.version) != import_.version:
+                raise UnsupportedError(
+                    f"{where}: function {item.name!r} is written for opset {import_.version} of "
+                    f"{import_.domain or 'ai.onnx'}, the model for {versions[import_.domain]}; they must be equal"
+                )
     try:
         small, large = _without_large(model)
         onnx.checker.check_model(small)
         if own:
             small = inline_selected_functions(small, sorted(own))
         small = inferred(small)
-        while {(node.domain, node.op_type) for node in all_nodes(small.graph)} & expanded:
-            # The functions of ONNX need the types of their inputs, and attributes that are given.
-            _give_defaults(small, expanded)
-            small = inferred(inline_selected_functions(small, sorted(expanded), inline_schema_functions=True))
+        while functions := _as_functions(small, expanded):
+            small = inferred(inline_selected_functions(small, functions))
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, EncodeError) as cause:
         raise InvalidGraphError(f"{where}: not a valid ONNX model: {_short(cause)}") from None
     return _with_large(small, large)
@@ -219,25 +226,56 @@ def with_known(model: onnx.ModelProto, known: Mapping[str, np.ndarray]) -> onnx.
     return _with_large(inferred(small), large)
 
 
-def _give_defaults(model: onnx.ModelProto, expanded: set[tuple[str, str]]) -> None:
-    versions = opsets(model)
+def _as_functions(model: onnx.ModelProto, expanded: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Writes operations as functions of the model; returns domain and name of these. They need inferred types."""
+    versions, added = opsets(model), list[tuple[str, str]]()
+    types = {item.name: item.type for graph in _graphs(model.graph) for item in (*graph.input, *graph.value_info)}
+    for graph in _graphs(model.graph):
+        types |= {
+            item.name: onnx.helper.make_tensor_type_proto(item.data_type, item.dims) for item in graph.initializer
+        }
     for node in all_nodes(model.graph):
-        if (node.domain, node.op_type) in expanded:
-            schema = onnx.defs.get_schema(node.op_type, versions[node.domain], node.domain)
-            given = {attribute.name for attribute in node.attribute}
-            node.attribute.extend(
-                attribute.default_value
-                for name, attribute in schema.attributes.items()
-                if name not in given and attribute.default_value.type
+        if (node.domain, node.op_type) not in expanded:
+            continue
+        version = versions[node.domain]
+        schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+        given = {attribute.name for attribute in node.attribute}
+        node.attribute.extend(
+            attribute.default_value
+            for name, attribute in schema.attributes.items()
+            if name not in given and attribute.default_value.type
+        )
+        function = model.functions.add()
+        if found := [number for number in schema.function_opset_versions if number <= version]:
+            function.ParseFromString(schema.get_function_with_opset_version(max(found)))
+        elif found := [number for number in schema.context_dependent_function_opset_versions if number <= version]:
+            kinds = [types.get(name, onnx.TypeProto()).SerializeToString() for name in node.input]
+            function.ParseFromString(
+                schema.get_context_dependent_function_with_opset_version(max(found), node.SerializeToString(), kinds)
             )
+        function.domain, function.name = _EXPANDED_DOMAIN, f"{node.op_type}_{len(model.functions)}"
+        del function.opset_import[:]
+        function.opset_import.extend(model.opset_import)
+        for inner in function.node:
+            inner.name = f"{node.name or node.op_type}/{inner.name or inner.op_type}"
+        node.domain, node.op_type = function.domain, function.name
+        added.append((function.domain, function.name))
+    if added and _EXPANDED_DOMAIN not in versions:
+        model.opset_import.add(domain=_EXPANDED_DOMAIN, version=1)
+    return added
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in graph.node:
+        for inner in subgraphs(node):
+            yield from _graphs(inner)
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Yields the nodes of a graph and of the graphs inside."""
-    for node in graph.node:
-        yield node
-        for inner in subgraphs(node):
-            yield from all_nodes(inner)
+    for inner in _graphs(graph):
+        yield from inner.node
 
 
 def array_of(tensor: onnx.TensorProto) -> np.ndarray:

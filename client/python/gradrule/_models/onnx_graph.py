@@ -17,7 +17,7 @@ from gradrule._models.model_graph import ModelGraph, Value
 from gradrule._models.onnx_calls import (
     DTYPES,
     FLOATS,
-    CannotConvertError,
+    UnsupportedOpError,
     MissingTensorError,
     OpCall,
     Tensor,
@@ -114,7 +114,7 @@ class _Conversion:
                 value = body.value(item.name)
             except MissingTensorError:
                 continue
-            except CannotConvertError as cause:
+            except UnsupportedOpError as cause:
                 self.refuse(item.name, f"output {cause}")
                 continue
             handle = model.natural(value)
@@ -210,7 +210,7 @@ class Body:
             found.value = self.model.elementwise("Cast", found.quantised, DstT=found.dtype)
         if found.value is None:
             if found.array is None or not found.dtype:
-                raise CannotConvertError(f"with the tensor {name!r} of an element type that graphs do not have")
+                raise UnsupportedOpError(f"with the tensor {name!r} of an element type that graphs do not have")
             if found.weight:
                 handle = self.model.graph.variable(found.weight, found.array)
             else:
@@ -257,7 +257,7 @@ class Body:
                     results = row.convert(call)
                     call.check_all_read()
                 self._add_results(call, results)
-            except CannotConvertError as cause:
+            except UnsupportedOpError as cause:
                 self._refuse(node, f"{what}: {cause}")
                 return
             except GradruleError as cause:
@@ -291,14 +291,14 @@ class Body:
             # What ONNX infers is a check of the conversion.
             rank = found.value.rank if found.value is not None else len(found.shape or ())
             if found.value is not None and shape is not None and rank != len(shape):
-                raise CannotConvertError(f"converted to {rank} axes where ONNX has {len(shape)}")
+                raise UnsupportedOpError(f"converted to {rank} axes where ONNX has {len(shape)}")
             if found.dtype and dtype and found.dtype != dtype:
-                raise CannotConvertError(f"converted to {found.dtype} where ONNX has {dtype}")
+                raise UnsupportedOpError(f"converted to {found.dtype} where ONNX has {dtype}")
             self.tensors[name] = found
         missing = [name for name in call.node.output[len(listed) :] if name]
         missing += [name for name, result in zip(call.node.output, listed, strict=False) if name and result is None]
         if missing:
-            raise CannotConvertError(f"with the output {missing[0]!r}, which is not supported")
+            raise UnsupportedOpError(f"with the output {missing[0]!r}, which is not supported")
 
 
 def messages_op(model: ModelGraph, handle: TensorHandle) -> str:

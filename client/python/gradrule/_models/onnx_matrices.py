@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import CannotConvertError, Converted, OpCall, converts
+from gradrule._models.onnx_calls import UnsupportedOpError, Converted, OpCall, converts
 
 
 @converts("MatMul", nodes="MatMul, or BatchMatMulV2 of more than two axes", refuses="uint64")
@@ -15,7 +15,7 @@ def _matmul(call: OpCall) -> Converted:
     a, b, own = call.x(0), call.x(1), call.dtype()
     ranks = call.rank(0), call.rank(1)
     if own == "uint64":
-        raise CannotConvertError("of uint64")
+        raise UnsupportedOpError("of uint64")
     if own == "uint32":
         a, b = call.cast(a, "int64"), call.cast(b, "int64")
     if ranks == (2, 2):
@@ -36,10 +36,10 @@ def _matmul(call: OpCall) -> Converted:
 def _gemm(call: OpCall) -> Converted:
     a, own = call.x(0), call.dtype()
     if own.startswith("u"):
-        raise CannotConvertError(f"of {own}")
+        raise UnsupportedOpError(f"of {own}")
     alpha, beta = float(call.attr("alpha")), float(call.attr("beta"))
     if not own.startswith(("float", "bfloat")) and (alpha % 1 or beta % 1):
-        raise CannotConvertError(f"of {own} with alpha {alpha} and beta {beta}")
+        raise UnsupportedOpError(f"of {own} with alpha {alpha} and beta {beta}")
     if alpha != 1:
         a = call.op("Mul", a, call.const(alpha))
     c = call.x(2) if call.has(2) and beta != 0 else call.const(0)
@@ -52,7 +52,7 @@ def _gemm(call: OpCall) -> Converted:
 @converts("Einsum", nodes="Einsum", refuses="more than two tensors")
 def _einsum(call: OpCall) -> Converted:
     if len(call) > 2:
-        raise CannotConvertError(f"of {len(call)} tensors; TensorFlow's Einsum takes at most two")
+        raise UnsupportedOpError(f"of {len(call)} tensors; TensorFlow's Einsum takes at most two")
     equation = re.sub(r"\s", "", call.attr("equation"))
     if "->" not in equation:
         letters = equation.replace(".", "").replace(",", "")
@@ -75,7 +75,7 @@ def _dropout(call: OpCall) -> Converted:
         default = np.float32(0.5) if not call.has(1) else None
         amount = default if ratio is None else ratio.reshape(-1)[0]
         if amount is None or amount != 0:
-            raise CannotConvertError("in training mode; export the model for inference")
+            raise UnsupportedOpError("in training mode; export the model for inference")
     x = call.value(0)
     if not call.wants(1):
         return x

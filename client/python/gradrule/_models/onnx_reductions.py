@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gradrule._builder.handles import TensorHandle
 from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import FLOATS, CannotConvertError, Convert, Converted, OnnxOp, OpCall, add_op, converts
+from gradrule._models.onnx_calls import FLOATS, UnsupportedOpError, Convert, Converted, OnnxOp, OpCall, add_op, converts
 
 
 def _reduced(call: OpCall, op_type: str, x: Value, axes: Sequence[int] | TensorHandle) -> Value:
@@ -26,7 +26,7 @@ def _axes(call: OpCall) -> list[int] | TensorHandle | None:
     if call.has(1) and call.array(1) is None:
         count = call.shape(1)[0]
         if count is None:
-            raise CannotConvertError("with axes of unknown number")
+            raise UnsupportedOpError("with axes of unknown number")
         if count:
             call.attr("noop_with_empty_axes")
             return call.x(1)
@@ -198,7 +198,7 @@ def _top_k(call: OpCall) -> Converted:
     call.attr("sorted")
     if not largest:
         if call.dtype() not in (*FLOATS, "int8", "int16", "int32", "int64"):
-            raise CannotConvertError(f"with largest=0 of {call.dtype()}")
+            raise UnsupportedOpError(f"with largest=0 of {call.dtype()}")
         # -x - 1 orders all integers, while -x of the smallest one is itself.
         ranked = call.op("Neg", x) if call.dtype() in FLOATS else call.op("Invert", x)
     else:

@@ -10,7 +10,7 @@ import numpy as np
 from gradrule._builder.handles import TensorHandle
 from gradrule._models.model_graph import Value
 from gradrule._models.onnx_calls import (
-    CannotConvertError,
+    UnsupportedOpError,
     Converted,
     OpCall,
     converts,
@@ -29,7 +29,7 @@ def _constant(call: OpCall) -> Converted:
     for name, dtype in (("value_float", np.float32), ("value_floats", np.float32), ("value_int", np.int64), ("value_ints", np.int64)):
         if (value := call.attr(name)) is not None:
             return np.asarray(value, dtype)
-    raise CannotConvertError("of strings, or sparse")
+    raise UnsupportedOpError("of strings, or sparse")
 
 
 @converts("ConstantOfShape", nodes="Fill")
@@ -268,7 +268,7 @@ def _scattered(call: OpCall, x: TensorHandle, places: TensorHandle, updates: Ten
     reduction = call.attr("reduction", "none")
     op_types = {"none": "TensorScatterUpdate", "add": "TensorScatterAdd", "max": "TensorScatterMax", "min": "TensorScatterMin"}
     if reduction not in op_types:
-        raise CannotConvertError(f"with reduction {reduction!r}: TensorFlow has add, max and min")
+        raise UnsupportedOpError(f"with reduction {reduction!r}: TensorFlow has add, max and min")
     return call.op(op_types[reduction], x, places, updates)
 
 
@@ -283,7 +283,7 @@ def _scatter_elements(call: OpCall) -> Converted:
 def _scatter_nd(call: OpCall) -> Converted:
     x, width = call.x(), call.shape(1)[-1]
     if width is None:
-        raise CannotConvertError("with indices of unknown length")
+        raise UnsupportedOpError("with indices of unknown length")
     sizes = call.op("StridedSlice", call.op("Shape", x, out_type="int64"), [0], [width], [1])
     return Value(_scattered(call, x, _wrapped(call, 1, sizes), call.x(2)), call.rank())
 
@@ -292,7 +292,7 @@ def _scatter_nd(call: OpCall) -> Converted:
 def _gather_nd(call: OpCall) -> Converted:
     x, width, batch = call.x(), call.shape(1)[-1], int(call.attr("batch_dims", 0))
     if width is None:
-        raise CannotConvertError("with indices of unknown length")
+        raise UnsupportedOpError("with indices of unknown length")
     sizes = call.op("StridedSlice", call.op("Shape", x, out_type="int64"), [batch], [batch + width], [1])
     indices = _wrapped(call, 1, sizes)
     rank = call.rank(1)
@@ -324,7 +324,7 @@ def _pad(call: OpCall) -> Converted:
     y = x.handle
     if (amounts < 0).any():
         if mode != "constant":
-            raise CannotConvertError(f"with mode {mode!r} and negative pads")
+            raise UnsupportedOpError(f"with mode {mode!r} and negative pads")
         cut = np.minimum(amounts, 0)
         ends = [int(end) if end else _GREATEST for end in cut[:, 1]]
         bounds = [call.const(bound, "int64") for bound in (-cut[:, 0], ends, [1] * rank)]
