@@ -222,6 +222,17 @@ def _gemm(g: Graph, a: TensorHandle, b: TensorHandle, c: TensorHandle) -> Tensor
     return g.op_output("AddV2", g.op_output("MatMul", a, b, **transposed), c)
 
 
+def _quantize(
+    g: Graph, x: TensorHandle, scale: TensorHandle, zero: TensorHandle, low: TensorHandle, high: TensorHandle
+) -> TensorHandle:
+    rounded = g.op_output("AddV2", g.op_output("Round", g.op_output("RealDiv", x, scale)), zero)
+    return g.op_output("Minimum", g.op_output("Maximum", rounded, low), high)
+
+
+def _dequantize(g: Graph, x: TensorHandle, scale: TensorHandle, zero: TensorHandle) -> TensorHandle:
+    return g.op_output("Mul", g.op_output("Sub", x, zero), scale)
+
+
 _AXES = Constant([0], _INT32)
 _HALF, _ONE = Constant(0.5), Constant(1.0)
 
@@ -258,6 +269,21 @@ COMPOSITE_OPS: Mapping[str, CompositeOp] = {
         CompositeOp(
             "BatchNorm", ("x", "scale", "offset", "mean", "variance"), _batch_norm, {"epsilon": Constant(1e-5)}
         ),
+        # Under the names that ONNX has for them.
+        CompositeOp(
+            "LayerNormalization", ("x", "scale", "offset"), _layer_norm, {"axes": _AXES, "epsilon": Constant(1e-5)}
+        ),
+        CompositeOp(
+            "InstanceNormalization", ("x", "scale", "offset"), _layer_norm, {"axes": _AXES, "epsilon": Constant(1e-5)}
+        ),
+        CompositeOp("RMSNormalization", ("x", "scale"), _rms_norm, {"axes": _AXES, "epsilon": Constant(1e-5)}),
+        CompositeOp(
+            "BatchNormalization", ("x", "scale", "offset", "mean", "variance"), _batch_norm, {"epsilon": Constant(1e-5)}
+        ),
+        CompositeOp(
+            "QuantizeLinear", ("x", "scale", "zero"), _quantize, {"low": Constant(-128), "high": Constant(127)}
+        ),
+        CompositeOp("DequantizeLinear", ("x", "scale", "zero"), _dequantize),
         CompositeOp("Gemm", ("a", "b", "c"), _gemm, flags=("transA", "transB")),
         CompositeOp("Attention", ("query", "key", "value", "mask"), _attention, {"scale": _ONE}),
     )

@@ -160,10 +160,19 @@ class Body:
         self._infos: dict[str, Info] = {}
         for item in (*graph.input, *graph.value_info, *graph.output):
             self._infos[item.name] = _info(item.type)
+        self._element_types = {
+            item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info, *graph.output)
+        } | {item.name: item.data_type for item in graph.initializer}
 
     def info(self, name: str) -> Info:
         """Returns element type and sizes of a tensor as ONNX infers them."""
         return self._infos.get(name, ("", None))
+
+    def element_type(self, name: str) -> int:
+        """Returns ONNX's number of a tensor's element type; 0 if it is not known."""
+        if name in self._element_types or self._outer is None:
+            return self._element_types.get(name, 0)
+        return self._outer.element_type(name)
 
     def child(self, graph: onnx.GraphProto, is_inline: bool = False) -> Body:
         """Returns an empty body of a graph inside of this one."""

@@ -396,6 +396,7 @@ def _row_minus_column(call: OpCall, x: TensorHandle, rank: int) -> TensorHandle:
 @converts("EyeLike", nodes="Cast of Equal", differentiable=False)
 def _eye_like(call: OpCall) -> Converted:
     equal = call.op("Equal", _row_minus_column(call, call.x(), 2), call.const(call.attr("k"), "int64"))
+    call.attr("dtype")
     return Value(call.op("Cast", equal, DstT=call.output_dtype()), 2)
 
 
