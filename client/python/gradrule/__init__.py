@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradrule._messages.call_arguments import Batching
     from gradrule._messages.session_calls import StepResult
     from gradrule._messages.transfer_options import Transfer
-    from gradrule._models import from_torch
+    from gradrule._models import from_onnx, from_torch
     from gradrule._progress import ProgressReport
     from gradrule._results.call_results import Digests, Explanation, Resolution, Result, Sparse, Timings
     from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo, SampleResult
@@ -49,7 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "connect", "tls", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
     "Session", "AsyncSession", "StepResult", "optimizers", "schedules",
-    "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "from_torch", "Blob",
+    "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "from_torch", "from_onnx", "Blob",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "FirstDifference", "FiniteDifferences", "SweepResult",
@@ -77,6 +77,7 @@ _MODULES = {
     "trace": "_tracing",
     "from_keras": "_tracing",
     "from_torch": "_models",
+    "from_onnx": "_models",
     "Rule": "_builder.rules",
     "Override": "_builder.overrides",
     "Preset": "_builder.overrides",

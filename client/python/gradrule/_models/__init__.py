@@ -1,11 +1,12 @@
-"""Makes graphs from PyTorch modules.
+"""Makes graphs from PyTorch modules and ONNX models.
 
-PyTorch is imported at the first call; no other package of the client imports it but `gradrule.torch`.
+PyTorch and onnx are imported at the first call; no other package of the client imports them but `gradrule.torch`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
 from gradrule.errors import UnsupportedError
@@ -47,3 +48,34 @@ def from_torch(module: Any, /, *example_inputs: Any, dynamic_shapes: Any = None)
     from gradrule._models import torch_modules
 
     return torch_modules.from_torch(module, example_inputs, dynamic_shapes)
+
+
+def from_onnx(source: bytes | str | os.PathLike[str], /) -> Graph:
+    """Converts an ONNX model of opset 11 or newer to a graph.
+
+    Nodes have the names of ONNX's nodes, without a leading `/`, or else those of their operations, made valid and
+    unique; further nodes that a node needs are in a scope of its name. Inputs and outputs of the model are valid
+    wherever a tensor's name is. Floating-point initialisers with axes become variables of their names; running
+    statistics of normalisations are not trained by default. Other initialisers, and values of Constant nodes, become
+    constants. Functions are expanded.
+
+    `Gemm`, `Gelu`, `LayerNormalization`, `QuantizeLinear` and the like are one node that an override can name, and a
+    function of the graph with their parts. Images are computed with their channels last, as for `from_torch`.
+    The reference of ONNX operations lists what each becomes.
+
+    Args:
+        source: The path of a `.onnx` file, whose external data must be in its folder; or bytes of a model.
+
+    Returns:
+        The graph, with aliases and variables.
+
+    Raises:
+        UnsupportedError: onnx is not installed, or the model has operations or arguments that cannot be converted; the
+            error lists all of them with their nodes.
+        InvalidGraphError: There is no such file, or it is not a valid model.
+    """
+    if importlib.util.find_spec("onnx") is None:
+        raise UnsupportedError("gr.from_onnx needs onnx, which is not installed here: pip install 'gradrule[onnx]'")
+    from gradrule._models import onnx_graph
+
+    return onnx_graph.from_onnx(source)

@@ -216,7 +216,7 @@ class OpCall:
         """Returns the element type of an output."""
         found = self.body.info(self.node.output[index])[0]
         if not found:
-            raise UnsupportedOpError(f"with a result of an element type that graphs do not have, or none that is known")
+            raise UnsupportedOpError("with a result of an element type that graphs do not have, or none that is known")
         return found
 
     def wants(self, index: int) -> bool:
@@ -259,7 +259,9 @@ ONNX_OPS: dict[str, OnnxOp] = {}
 """Conversions by the name of the operation."""
 
 
-def converts(*names: str, nodes: str = "", differentiable: bool = True, refuses: str = "") -> Callable[[Convert], Convert]:
+def converts(
+    *names: str, nodes: str = "", differentiable: bool = True, refuses: str = ""
+) -> Callable[[Convert], Convert]:
     """Adds a function to the table as the conversion of operations."""
 
     def add(function: Convert) -> Convert:

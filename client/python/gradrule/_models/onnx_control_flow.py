@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 from gradrule._builder.handles import TensorHandle
 from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import UnsupportedOpError, Converted, OpCall, Tensor, converts
+from gradrule._models.onnx_calls import Converted, OpCall, Tensor, UnsupportedOpError, converts
 from gradrule._models.onnx_functions import LoopBody, add_condition, add_function, add_loop, empty_list, pushed, stacked
 from gradrule._models.onnx_graph import Body
 
 _MOST_ITERATIONS = 2**62
 
 
-@converts("If", nodes="If; with a known condition: the nodes of the branch", refuses="branches whose results differ in rank")
+@converts(
+    "If", nodes="If; with a known condition: the nodes of the branch", refuses="branches whose results differ in rank"
+)
 def _if(call: OpCall) -> Converted:
     model, known = call.model, call.array(0)
     graphs = [call.attr("then_branch"), call.attr("else_branch")]
@@ -152,7 +154,9 @@ def _scan(call: OpCall) -> Converted:
             count = call.op("GatherV2", call.op("Shape", x, out_type="int64"), 0, 0)
         # The whole input goes into the body, which takes one element of it.
         hidden = f"{names[states + place]}/scanned"
-        call.body.tensors[f"{call.node.output[0]}/{hidden}"] = Tensor(call.dtype(states + place), None, value=Value(x, rank))
+        call.body.tensors[f"{call.node.output[0]}/{hidden}"] = Tensor(
+            call.dtype(states + place), None, value=Value(x, rank)
+        )
         whole = body.value(f"{call.node.output[0]}/{hidden}")
         item = body.model.op("GatherV2", whole.handle, iteration, 0)
         body.tensors[names[states + place]] = Tensor(whole.dtype, None, value=Value(item, rank - 1))

@@ -11,12 +11,11 @@ from gradrule._models.model_graph import Value
 from gradrule._models.onnx_calls import (
     DTYPES,
     FLOATS,
-    UnsupportedOpError,
     Convert,
     Converted,
     OnnxOp,
     OpCall,
-    Tensor,
+    UnsupportedOpError,
     add_op,
     converts,
 )
@@ -116,7 +115,11 @@ def _bit_cast(call: OpCall) -> Value:
     call.attr("to")
     if value.dtype == dtype:
         return value
-    return call.model.elementwise("Cast", value, DstT=dtype) if "bool" in (value.dtype, dtype) else call.model.elementwise("Bitcast", value, type=dtype)
+    return (
+        call.model.elementwise("Cast", value, DstT=dtype)
+        if "bool" in (value.dtype, dtype)
+        else call.model.elementwise("Bitcast", value, type=dtype)
+    )
 
 
 @converts("Div", nodes="RealDiv, or TruncateDiv of integers")
@@ -249,7 +252,9 @@ def _elu(call: OpCall) -> Value:
 @converts("Selu", nodes="Selu; with other numbers: as Elu")
 def _selu(call: OpCall) -> Value:
     alpha, gamma = float(call.attr("alpha")), float(call.attr("gamma"))
-    if np.float32(alpha) == np.float32(1.67326319217681884765625) and np.float32(gamma) == np.float32(1.05070102214813232421875):
+    if np.float32(alpha) == np.float32(1.67326319217681884765625) and np.float32(gamma) == np.float32(
+        1.05070102214813232421875
+    ):
         return call.model.elementwise("Selu", call.value(0))
     return _scaled(call, _exponential_linear(call, call.value(0), alpha), gamma)
 
@@ -333,5 +338,3 @@ def _swish(call: OpCall) -> Value:
 def scalar(call: OpCall, index: int) -> TensorHandle:
     """Returns an input of one element as a scalar."""
     return call.op("Reshape", call.x(index), call.model.int32())
-
-

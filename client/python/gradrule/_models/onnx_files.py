@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from onnx import external_data_helper, numpy_helper
 from onnx.inliner import inline_selected_functions
 
-from gradrule.errors import Detail, InvalidGraphError, UnsupportedError
+from gradrule.errors import InvalidGraphError, UnsupportedError
 
 OLDEST_OPSET = 11
 # Expanding functions that call functions can take exponential time and memory.
@@ -52,7 +52,9 @@ def read_model(source: bytes | str | os.PathLike[str], expanded: Collection[tupl
     except DecodeError as cause:
         raise InvalidGraphError(f"{where}: no ONNX model of {len(data)} bytes: {cause}") from None
     if not model.HasField("graph") or not model.opset_import:
-        raise InvalidGraphError(f"{where}: no ONNX model: it has no {'graph' if model.opset_import else 'opset_import'}")
+        raise InvalidGraphError(
+            f"{where}: no ONNX model: it has no {'graph' if model.opset_import else 'opset_import'}"
+        )
     _check_opset(model, where)
     _check_size(model, where)
     for tensor in _tensors(model):
@@ -178,9 +180,12 @@ def _prepared(model: onnx.ModelProto, expanded: set[tuple[str, str]], where: str
         onnx.checker.check_model(small)
         if own:
             small = inline_selected_functions(small, sorted(own))
+        _give_defaults(small)
         small = inferred(small)
         while functions := _as_functions(small, expanded):
-            small = inferred(inline_selected_functions(small, functions))
+            small = inline_selected_functions(small, functions)
+            _give_defaults(small)
+            small = inferred(small)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, EncodeError) as cause:
         raise InvalidGraphError(f"{where}: not a valid ONNX model: {_short(cause)}") from None
     return _with_large(small, large)
@@ -213,8 +218,8 @@ def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
 
 
-def with_known(model: onnx.ModelProto, known: Mapping[str, np.ndarray]) -> onnx.ModelProto:
-    """Returns the model in which initialisers replace the nodes whose results are known."""
+def with_known(model: onnx.ModelProto, known: Mapping[str, np.ndarray]) -> onnx.ModelProto | None:
+    """Returns the model in which initialisers replace the nodes whose results are known; None if ONNX refuses it."""
     found = onnx.ModelProto()
     found.CopyFrom(model)
     graph = found.graph
@@ -223,7 +228,27 @@ def with_known(model: onnx.ModelProto, known: Mapping[str, np.ndarray]) -> onnx.
     graph.node.extend(kept)
     graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in known.items())
     small, large = _without_large(found)
-    return _with_large(inferred(small), large)
+    try:
+        return _with_large(inferred(small), large)
+    except onnx.shape_inference.InferenceError:
+        return None
+
+
+def _give_defaults(model: onnx.ModelProto) -> None:
+    """Adds default attributes to operations that ONNX defines by functions, whose nodes need them."""
+    versions = opsets(model)
+    for node in all_nodes(model.graph):
+        try:
+            schema = onnx.defs.get_schema(node.op_type, versions.get(node.domain, 0), node.domain)
+        except onnx.defs.SchemaError:
+            continue
+        if schema.has_function or schema.has_context_dependent_function:
+            given = {attribute.name for attribute in node.attribute}
+            node.attribute.extend(
+                attribute.default_value
+                for name, attribute in schema.attributes.items()
+                if name not in given and attribute.default_value.type
+            )
 
 
 def _as_functions(model: onnx.ModelProto, expanded: set[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -239,12 +264,6 @@ def _as_functions(model: onnx.ModelProto, expanded: set[tuple[str, str]]) -> lis
             continue
         version = versions[node.domain]
         schema = onnx.defs.get_schema(node.op_type, version, node.domain)
-        given = {attribute.name for attribute in node.attribute}
-        node.attribute.extend(
-            attribute.default_value
-            for name, attribute in schema.attributes.items()
-            if name not in given and attribute.default_value.type
-        )
         function = model.functions.add()
         if found := [number for number in schema.function_opset_versions if number <= version]:
             function.ParseFromString(schema.get_function_with_opset_version(max(found)))

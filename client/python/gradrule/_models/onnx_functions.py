@@ -12,6 +12,7 @@ from gradrule._models.model_graph import ModelGraph
 from gradrule.common.dtypes import as_dt, dtype_name
 from gradrule.v1 import graph_pb2
 
+
 @dataclass(slots=True)
 class LoopBody:
     """One iteration of a loop.
@@ -124,9 +125,15 @@ def add_loop(
         more = condition.op("LogicalAnd", more, own[4])
     names = [add_function(model, f"{name}_cond", condition.graph, own, [more])]
     body = iteration.model
-    counter, most, limit = (body.graph.placeholder(f"loop/{text}", types[place], None) for text, place in (("counter", 0), ("most", 1), ("limit", 3)))
+    counter, most, limit = (
+        body.graph.placeholder(f"loop/{text}", types[place], None)
+        for text, place in (("counter", 0), ("most", 1), ("limit", 3))
+    )
     unused = [body.graph.placeholder("loop/running", "bool", None)] if flags else []
-    numbers = [body.op("AddV2", item, body.constant(1, dtype)) for item, dtype in ((counter, "int32"), (iteration.number, "int64"))]
+    numbers = [
+        body.op("AddV2", item, body.constant(1, dtype))
+        for item, dtype in ((counter, "int32"), (iteration.number, "int64"))
+    ]
     own = [counter, most, iteration.number, limit, *unused, *iteration.values, *iteration.invariants]
     results = [numbers[0], most, numbers[1], limit, *iteration.results, *iteration.invariants]
     names.append(add_function(model, f"{name}_body", body.graph, own, results))
@@ -144,13 +151,23 @@ def add_loop(
 
 
 def add_condition(
-    model: ModelGraph, condition: TensorHandle, inputs: Sequence[TensorHandle], functions: Sequence[str], types: Sequence[str]
+    model: ModelGraph,
+    condition: TensorHandle,
+    inputs: Sequence[TensorHandle],
+    functions: Sequence[str],
+    types: Sequence[str],
 ) -> list[TensorHandle]:
     """Adds an If node; returns its results. `functions`: those of the two branches. `types`: of the results."""
     return list(
         model.ops(
-            "If", condition, list(inputs), then_branch=functions[0], else_branch=functions[1],
-            Tin=[dtype_name(item.number) for item in inputs], Tout=list(types), output_shapes=[None] * len(types),
+            "If",
+            condition,
+            list(inputs),
+            then_branch=functions[0],
+            else_branch=functions[1],
+            Tin=[dtype_name(item.number) for item in inputs],
+            Tout=list(types),
+            output_shapes=[None] * len(types),
         )
     )
 
@@ -168,5 +185,3 @@ def pushed(model: ModelGraph, items: TensorHandle, item: TensorHandle) -> Tensor
 def stacked(model: ModelGraph, items: TensorHandle, dtype: str) -> TensorHandle:
     """Returns the tensors of a list, all of one shape, along a new first axis."""
     return model.op("TensorListStack", items, model.constant(-1, "int32"), element_dtype=dtype, num_elements=-1)
-
-

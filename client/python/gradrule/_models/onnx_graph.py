@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from gradrule._models.model_graph import ModelGraph, Value
 from gradrule._models.onnx_calls import (
     DTYPES,
     FLOATS,
-    UnsupportedOpError,
     MissingTensorError,
     OpCall,
     Tensor,
+    UnsupportedOpError,
     all_rows,
     known_tensor,
 )
@@ -52,12 +52,13 @@ def from_onnx(source: bytes | str | os.PathLike[str]) -> Graph:
             return graph
         # What was computed during the conversion lets ONNX infer more shapes.
         known = conversion.computed()
-        if not known:
+        refined = with_known(model, known) if known else None
+        if refined is None:
             names = ", ".join(dict.fromkeys(detail.message.partition(" ")[0] for detail in conversion.refused))
             raise UnsupportedError(
                 f"this model has operations that gr.from_onnx cannot convert: {names}", details=conversion.refused
             )
-        model = with_known(model, known)
+        model = refined
 
 
 def valid_name(name: str) -> str:
@@ -146,7 +147,11 @@ class Body:
     """
 
     def __init__(
-        self, conversion: _Conversion, model: ModelGraph, graph: onnx.GraphProto, outer: Body | None = None,
+        self,
+        conversion: _Conversion,
+        model: ModelGraph,
+        graph: onnx.GraphProto,
+        outer: Body | None = None,
         is_inline: bool = False,
     ) -> None:
         self.conversion = conversion
@@ -191,7 +196,7 @@ class Body:
             self.tensors[message.name] = found
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor of this graph or of one around it. Raises `MissingTensorError` if it could not be converted."""
+        """Returns a tensor of this graph or of one around it. Raises `MissingTensorError` if there is none."""
         if name in self.tensors:
             return self.tensors[name]
         if name in self._failed or self._outer is None:
@@ -362,5 +367,3 @@ def _named(
         if name != tensor:
             found.aliases[name] = tensor
     return found
-
-

@@ -42,13 +42,21 @@ def convolved(call: OpCall, x: Value, weight: TensorHandle, shape: Sequence[int]
     )  # fmt: skip
 
 
-@converts("Conv", nodes="Conv1D to 3D: Conv2D, DepthwiseConv2dNative or Conv3D, and BiasAdd", refuses="weights of unknown shape; auto_pad=SAME with strides, of unknown sizes")
+@converts(
+    "Conv",
+    nodes="Conv1D to 3D: Conv2D, DepthwiseConv2dNative or Conv3D, and BiasAdd",
+    refuses="weights of unknown shape; auto_pad=SAME with strides, of unknown sizes",
+)
 def _convolution(call: OpCall) -> Converted:
     bias = call.x(2) if call.has(2) else None
     return convolved(call, call.value(0), call.x(1), call.known_shape(1), bias)
 
 
-@converts("ConvTranspose", nodes="Conv2DBackpropInput or Conv3DBackpropInputV2, and BiasAdd", refuses="weights of unknown shape")
+@converts(
+    "ConvTranspose",
+    nodes="Conv2DBackpropInput or Conv3DBackpropInputV2, and BiasAdd",
+    refuses="weights of unknown shape",
+)
 def _transposed_convolution(call: OpCall) -> Converted:
     shape = call.known_shape(1)
     axes = len(shape) - 2
@@ -61,7 +69,9 @@ def _transposed_convolution(call: OpCall) -> Converted:
     auto_pad, wanted = call.attr("auto_pad"), call.attr("output_shape")
     if wanted is not None or auto_pad.startswith("SAME"):
         sizes = [0] * axes if wanted is None else list(call.known_shape()[2:])
-        ends = [size * stride for size, stride in zip(sizes, strides, strict=True)] if wanted is None else wanted[-axes:]
+        ends = (
+            [size * stride for size, stride in zip(sizes, strides, strict=True)] if wanted is None else wanted[-axes:]
+        )
         padding = []
         for place, size in enumerate(sizes):
             extent = (shape[2 + place] - 1) * dilations[place] + 1
@@ -76,9 +86,7 @@ def _transposed_convolution(call: OpCall) -> Converted:
     )  # fmt: skip
 
 
-def _windows(
-    call: OpCall, kernel: Sequence[int], filler: float, mask: bool = False
-) -> tuple[TensorHandle, list[int]]:
+def _windows(call: OpCall, kernel: Sequence[int], filler: float, mask: bool = False) -> tuple[TensorHandle, list[int]]:
     """Gathers all windows of an image of known size.
 
     Returns:
@@ -135,7 +143,11 @@ def _max_pool(call: OpCall) -> Converted:
     )  # fmt: skip
 
 
-@converts("AveragePool", nodes="AvgPool or AvgPool3D; with dilations: GatherV2 and Sum", refuses="padding that does not count, ceil_mode or dilations, of unknown sizes")
+@converts(
+    "AveragePool",
+    nodes="AvgPool or AvgPool3D; with dilations: GatherV2 and Sum",
+    refuses="padding that does not count, ceil_mode or dilations, of unknown sizes",
+)
 def _average_pool(call: OpCall) -> Converted:
     kernel = list(call.attr("kernel_shape"))
     if not _is_plain(call):

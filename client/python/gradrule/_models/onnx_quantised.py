@@ -132,7 +132,12 @@ def _scales(call: OpCall, first: int, second: int, result: int) -> TensorHandle:
     return call.op("RealDiv", y, call.op("Mul", a, b))
 
 
-@converts("QLinearMatMul", nodes="BatchMatMulV2 and QuantizeLinear of float64", differentiable=False, refuses="several scales or zero points")
+@converts(
+    "QLinearMatMul",
+    nodes="BatchMatMulV2 and QuantizeLinear of float64",
+    differentiable=False,
+    refuses="several scales or zero points",
+)
 def _quantised_matmul(call: OpCall) -> Converted:
     if any(call.shape(index) not in ((), (1,)) for index in (1, 2, 4, 5, 6, 7)):
         raise UnsupportedOpError("with several scales or zero points")
@@ -143,7 +148,12 @@ def _quantised_matmul(call: OpCall) -> Converted:
     return Value(_requantized(call, total, scale, 7), max(call.rank(0), call.rank(3)))
 
 
-@converts("QLinearConv", nodes="Conv2D and QuantizeLinear of float64", differentiable=False, refuses="several scales or zero points")
+@converts(
+    "QLinearConv",
+    nodes="Conv2D and QuantizeLinear of float64",
+    differentiable=False,
+    refuses="several scales or zero points",
+)
 def _quantised_convolution(call: OpCall) -> Converted:
     if any(call.shape(index) not in ((), (1,)) for index in (1, 2, 4, 5, 6, 7)):
         raise UnsupportedOpError("with several scales or zero points")

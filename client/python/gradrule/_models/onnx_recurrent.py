@@ -152,11 +152,23 @@ def _recurrent(call: OpCall, cell: _Cell, gates: int, defaults: Sequence[str], s
             first.append(zeros if given is None else _at(call, given, place))
         peephole = _at(call, call.x(7), place) if states == 2 and call.has(7) else None
         invariants = [item for item in (share, recurrent, bias, peephole, lengths) if item is not None]
-        iteration = _iteration(call, cell, first, invariants, peephole is not None, lengths is not None,
-                               [_ACTIVATIONS[name] for name in activations[place * len(defaults) :][: len(defaults)]])
+        iteration = _iteration(
+            call,
+            cell,
+            first,
+            invariants,
+            peephole is not None,
+            lengths is not None,
+            [_ACTIVATIONS[name] for name in activations[place * len(defaults) :][: len(defaults)]],
+        )
         count = call.op("GatherV2", call.op("Shape", x, out_type="int64"), 0, 0)
         *final, items = add_loop(
-            model, call.node.name or call.node.op_type, count, [*first, empty_list(model, call.dtype())], invariants, iteration
+            model,
+            call.node.name or call.node.op_type,
+            count,
+            [*first, empty_list(model, call.dtype())],
+            invariants,
+            iteration,
         )
         outputs = stacked(model, items, call.dtype())
         collected.append(_reversed(call, outputs, lengths) if is_reverse else outputs)
@@ -165,7 +177,9 @@ def _recurrent(call: OpCall, cell: _Cell, gates: int, defaults: Sequence[str], s
     y = call.op("Pack", collected, axis=2 if is_batch_first else 1)
     if is_batch_first:
         y = call.op("Transpose", y, [1, 0, 2, 3])
-    ends = [call.op("Pack", [final[state] for final in last], axis=1 if is_batch_first else 0) for state in range(states)]
+    ends = [
+        call.op("Pack", [final[state] for final in last], axis=1 if is_batch_first else 0) for state in range(states)
+    ]
     return [Value(y, 4), *(Value(end, 3) for end in ends)]
 
 

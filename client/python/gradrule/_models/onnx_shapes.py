@@ -10,9 +10,9 @@ import numpy as np
 from gradrule._builder.handles import TensorHandle
 from gradrule._models.model_graph import Value
 from gradrule._models.onnx_calls import (
-    UnsupportedOpError,
     Converted,
     OpCall,
+    UnsupportedOpError,
     converts,
     known_tensor,
 )
@@ -26,7 +26,12 @@ _GREATEST = np.iinfo(np.int64).max
 def _constant(call: OpCall) -> Converted:
     if (message := call.attr("value")) is not None:
         return known_tensor(array_of(message), message.data_type)  # type: ignore[return-value]
-    for name, dtype in (("value_float", np.float32), ("value_floats", np.float32), ("value_int", np.int64), ("value_ints", np.int64)):
+    for name, dtype in (
+        ("value_float", np.float32),
+        ("value_floats", np.float32),
+        ("value_int", np.int64),
+        ("value_ints", np.int64),
+    ):
         if (value := call.attr(name)) is not None:
             return np.asarray(value, dtype)
     raise UnsupportedOpError("of strings, or sparse")
@@ -101,7 +106,9 @@ def _transpose(call: OpCall) -> Converted:
 @converts("Squeeze", nodes="Squeeze, or Reshape if axes are computed")
 def _squeeze(call: OpCall) -> Converted:
     if call.has(1) and call.array(1) is None:
-        kept = call.model.ops("ListDiff", call.const([*range(call.rank())], "int64"), _computed_axes(call, call.rank()))[0]
+        kept = call.model.ops(
+            "ListDiff", call.const([*range(call.rank())], "int64"), _computed_axes(call, call.rank())
+        )[0]
         shape = call.op("GatherV2", call.op("Shape", call.x(), out_type="int64"), kept, 0)
         return call.op("Reshape", call.x(), shape)
     axes = call.axes(1)
@@ -231,14 +238,20 @@ def _wrapped(call: OpCall, index: int, size: Any) -> TensorHandle:
     if known is not None and known.size and known.min() >= 0:
         return call.cast(call.x(index), "int64")
     indices = call.cast(call.x(index), "int64")
-    return call.op("SelectV2", call.op("Less", indices, call.const(0, "int64")), call.op("AddV2", indices, size), indices)
+    return call.op(
+        "SelectV2", call.op("Less", indices, call.const(0, "int64")), call.op("AddV2", indices, size), indices
+    )
 
 
 @converts("Gather", nodes="GatherV2")
 def _gather(call: OpCall) -> Converted:
     x, axis = call.x(), call.axis()
     known = call.array(1)
-    indices = call.x(1) if known is not None and known.size and known.min() >= 0 else _wrapped(call, 1, size_of(call, x, axis))
+    indices = (
+        call.x(1)
+        if known is not None and known.size and known.min() >= 0
+        else _wrapped(call, 1, size_of(call, x, axis))
+    )
     return Value(call.op("GatherV2", x, indices, axis), call.rank() + call.rank(1) - 1)
 
 
@@ -266,7 +279,12 @@ def _gather_elements(call: OpCall) -> Converted:
 
 def _scattered(call: OpCall, x: TensorHandle, places: TensorHandle, updates: TensorHandle) -> TensorHandle:
     reduction = call.attr("reduction", "none")
-    op_types = {"none": "TensorScatterUpdate", "add": "TensorScatterAdd", "max": "TensorScatterMax", "min": "TensorScatterMin"}
+    op_types = {
+        "none": "TensorScatterUpdate",
+        "add": "TensorScatterAdd",
+        "max": "TensorScatterMax",
+        "min": "TensorScatterMin",
+    }
     if reduction not in op_types:
         raise UnsupportedOpError(f"with reduction {reduction!r}: TensorFlow has add, max and min")
     return call.op(op_types[reduction], x, places, updates)
@@ -310,7 +328,11 @@ def _gather_nd(call: OpCall) -> Converted:
     return Value(call.op("GatherNd", x, indices), rank - 1 + call.rank() - batch - width)
 
 
-@converts("Pad", nodes="PadV2, MirrorPad, or GatherV2 with mode=edge or wrap", refuses="negative pads unless they are known and mode=constant")
+@converts(
+    "Pad",
+    nodes="PadV2, MirrorPad, or GatherV2 with mode=edge or wrap",
+    refuses="negative pads unless they are known and mode=constant",
+)
 def _pad(call: OpCall) -> Converted:
     mode, x, rank = call.attr("mode", "constant"), call.value(0), call.rank()
     pads = call.array(1)
@@ -390,7 +412,9 @@ def _row_minus_column(call: OpCall, x: TensorHandle, rank: int) -> TensorHandle:
     """Returns the differences of the column's and the row's number of each element of a matrix, int64."""
     rows, columns = (size_of(call, x, rank - 2), size_of(call, x, rank - 1))
     zero, one = call.const(0, "int64"), call.const(1, "int64")
-    return call.op("Sub", call.op("Range", zero, columns, one), call.op("ExpandDims", call.op("Range", zero, rows, one), 1))
+    return call.op(
+        "Sub", call.op("Range", zero, columns, one), call.op("ExpandDims", call.op("Range", zero, rows, one), 1)
+    )
 
 
 @converts("EyeLike", nodes="Cast of Equal", differentiable=False)

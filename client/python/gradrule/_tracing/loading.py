@@ -19,6 +19,7 @@ from gradrule.errors import InvalidGraphError, UnsupportedError
 
 _SAVED_MODEL = ("saved_model.pb", "saved_model.pbtxt")
 _KERAS = (".keras", ".h5", ".hdf5")
+_ONNX = ".onnx"
 
 _REMEDIES = {
     "SavedModel": "give the whole folder of the SavedModel, where it is called saved_model.pb",
@@ -43,7 +44,7 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
 
     Args:
         path: `.pb` (bytes of a GraphDef, with the files that `Graph.save` wrote next to it), `.pbtxt` (protobuf text)
-            or `.json` (protobuf's JSON mapping); with TensorFlow also a SavedModel's folder, `.keras` and `.h5`.
+            or `.json` (protobuf's JSON mapping); with onnx also `.onnx`; with TensorFlow also a SavedModel's folder, `.keras` and `.h5`.
             Fields that gradrule does not know are kept in `.pb` and skipped in `.pbtxt` and `.json`.
         signature: The SavedModel's signature, or a function of its object (`__call__`, or a method's name); ignored
             for other files.
@@ -53,7 +54,7 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
 
     Raises:
         InvalidGraphError: The file is missing or holds no graph.
-        UnsupportedError: TensorFlow is needed but not installed, or the graph uses something that cannot be sent.
+        UnsupportedError: TensorFlow or onnx is needed but not installed, or the graph uses something that cannot be sent.
     """
     file = Path(path)
     if file.is_dir() and any((file / name).exists() for name in _SAVED_MODEL):
@@ -75,8 +76,12 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
         from gradrule._tracing import load_keras
 
         return load_keras(file)
+    if file.suffix.lower() == _ONNX:
+        from gradrule._models import from_onnx
+
+        return from_onnx(file)
     if file.suffix.lower() not in _READERS:
-        raise InvalidGraphError(f"{file}: expected a file that ends with {', '.join([*_READERS, *_KERAS])}")
+        raise InvalidGraphError(f"{file}: expected a file that ends with {', '.join([*_READERS, _ONNX, *_KERAS])}")
     try:
         data = file.read_bytes()
     except OSError as cause:
