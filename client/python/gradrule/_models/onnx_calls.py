@@ -292,6 +292,7 @@ def all_rows() -> dict[str, OnnxOp]:
         onnx_recurrent,
         onnx_reductions,
         onnx_refused,
+        onnx_sampling,
         onnx_shapes,
     )
 

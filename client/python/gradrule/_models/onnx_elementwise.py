@@ -131,8 +131,6 @@ def _divide(call: OpCall) -> Value:
 @converts("Mod", nodes="FloorMod, or TruncateMod with fmod=1", refuses="fmod=1 of uint64")
 def _modulo(call: OpCall) -> Value:
     if not call.attr("fmod"):
-        if call.dtype() in FLOATS:
-            raise UnsupportedOpError("of floating-point numbers without fmod=1")
         return call.model.broadcast("FloorMod", [call.value(0), call.value(1)])
     if call.dtype() in ("float16", "bfloat16"):
         return _through("TruncateMod", ("float16", "bfloat16"), "float32")(call)  # type: ignore[return-value]

@@ -69,7 +69,7 @@ def _determinant(call: OpCall) -> Converted:
 
 @converts("Dropout", nodes="none: the tensor itself", refuses="training_mode, unless the ratio is 0")
 def _dropout(call: OpCall) -> Converted:
-    call.attr("seed")
+    call.attr("seed"), call.attr("ratio")
     ratio, training = call.array(1), call.array(2)
     if call.has(2) and (training is None or bool(training.reshape(-1)[0])):
         default = np.float32(0.5) if not call.has(1) else None

@@ -22,8 +22,9 @@ _RANGES = {
 
 def _along(call: OpCall, x: TensorHandle, index: int) -> TensorHandle:
     """Returns a scale or zero point in a shape that broadcasts with the first input."""
-    if call.attr("block_size", 0):
-        raise UnsupportedOpError("with block_size")
+    if block := call.attr("block_size", 0):
+        axis = call.axis(default=1)
+        return call.op("GatherV2", x, call.const(np.arange(call.known_shape()[axis]) // block, "int32"), axis)
     count = call.rank(index)
     if count == 0 or call.shape(index) == (1,):
         call.attr("axis")
@@ -56,7 +57,7 @@ def _kind(call: OpCall, index: int) -> str:
     return name
 
 
-@converts("QuantizeLinear", nodes="QuantizeLinear", refuses="floating-point numbers of 8 bits and less, blocks")
+@converts("QuantizeLinear", nodes="QuantizeLinear", refuses="floating-point numbers of 8 bits and less")
 def _quantize(call: OpCall) -> Converted:
     if call.dtype() == "int32":
         raise UnsupportedOpError("of int32")
@@ -75,7 +76,7 @@ def _quantize(call: OpCall) -> Converted:
     return Tensor(call.body.info(name)[0], call.output_shape(), quantised=Value(y, call.rank()))  # type: ignore[return-value]
 
 
-@converts("DequantizeLinear", nodes="DequantizeLinear", refuses="floating-point numbers of 8 bits and less, blocks")
+@converts("DequantizeLinear", nodes="DequantizeLinear", refuses="floating-point numbers of 8 bits and less")
 def _dequantize(call: OpCall) -> Converted:
     kind = _kind(call, 0)
     own = call.dtype(1)

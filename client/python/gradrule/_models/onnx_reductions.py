@@ -23,6 +23,7 @@ def _reduced(call: OpCall, op_type: str, x: Value, axes: Sequence[int] | TensorH
 
 def _axes(call: OpCall) -> list[int] | TensorHandle | None:
     """Returns the axes to reduce; None if the tensor stays as it is."""
+    call.attr("keepdims")
     if call.has(1) and call.array(1) is None:
         count = call.shape(1)[0]
         if count is None:

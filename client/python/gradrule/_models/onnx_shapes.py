@@ -387,12 +387,12 @@ def _padded(
     return x
 
 
-@converts("Range", nodes="Range", refuses="int16 is computed as int32")
+@converts("Range", nodes="Range")
 def _range(call: OpCall) -> Converted:
     own = call.dtype()
-    ends = [call.op("Reshape", call.x(index), []) for index in range(3)]
-    if own == "int16":
-        ends = [call.cast(end, "int32") for end in ends]
+    call.attr("stash_type")
+    wide = {"int16": "int32", "float16": "float32", "bfloat16": "float32"}.get(own, own)
+    ends = [call.cast(call.op("Reshape", call.x(index), []), wide) for index in range(3)]
     return Value(call.cast(call.op("Range", *ends), own), 1)
 
 
