@@ -322,8 +322,9 @@ def interpolation(
     scale: float | None = None,
     nearest: str = "floor",
     cubic: float = -0.75,
-    exclude_outside: bool = False,
+    exclude_outside: bool | None = None,
     antialias: bool = False,
+    length: float | None = None,
 ) -> np.ndarray[Any, Any]:
     """Returns the matrix [count, size] that interpolates an axis, for `resampled`.
 
@@ -333,12 +334,15 @@ def interpolation(
         count: Number of elements of the result.
         coordinates: Position in the input of element i of the result, as ONNX's Resize names it: "half_pixel":
             (i + 0.5) / scale - 0.5; "align_corners": i (size - 1) / (count - 1); "asymmetric": i / scale;
-            "pytorch_half_pixel": as "half_pixel", 0 if count is 1.
+            "pytorch_half_pixel": as "half_pixel", 0 if count is 1; "half_pixel_symmetric": as "half_pixel", but the
+            centres of input and result agree where count / size is not the scale.
         scale: Factor of the size; default: count / size.
         nearest: How a position becomes an index: "floor", "ceil", "round_prefer_floor" or "round_prefer_ceil".
         cubic: Coefficient of the cubic kernel; Keys 1981, equation 15, has -0.5.
-        exclude_outside: Whether elements outside of the image get no weight; False: they are the elements at its edge.
+        exclude_outside: Whether elements outside of the image get no weight; False: they are the elements at its edge;
+            default: `antialias`.
         antialias: Whether the kernel is as wide as several elements where the size becomes smaller.
+        length: Size of the result for "align_corners", before it was rounded; default: count.
 
     Raises:
         UnsupportedOpError: There is no such mode.
@@ -347,7 +351,11 @@ def interpolation(
     step = size / count if scale is None else 1 / scale
     index = np.arange(count, dtype=np.float64)
     if coordinates == "align_corners":
-        position = index * (size - 1) / (count - 1) if count > 1 else index * 0.0
+        length = count if length is None else length
+        position = index * (size - 1) / (length - 1) if count > 1 else index * 0.0
+    elif coordinates == "half_pixel_symmetric":
+        centre = size / 2 * (1 - count / (scale * size))
+        position = centre + (index + 0.5) / scale - 0.5
     elif coordinates == "asymmetric":
         position = index * size / count if scale is None else index / scale
     elif coordinates == "half_pixel" or (coordinates == "pytorch_half_pixel" and count > 1):
@@ -375,7 +383,7 @@ def interpolation(
         taps = np.arange(first, math.ceil(centre + radius * width) + 1)
         distance = np.abs(taps - centre) / width
         weights = np.maximum(0, 1 - distance) if mode == "linear" else _cubic(distance, cubic)
-        if exclude_outside or antialias:
+        if antialias if exclude_outside is None else exclude_outside:
             weights = np.where((taps < 0) | (taps >= size), 0, weights)
         np.add.at(matrix[row], np.clip(taps, 0, size - 1), weights / weights.sum())
     return matrix

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from gradrule._models.onnx_graph import Body
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Converted: TypeAlias = "Value | TensorHandle | Array | Sequence[Value | TensorHandle | Array]"
+Result: TypeAlias = "Value | TensorHandle | Array | Tensor | None"
+Converted: TypeAlias = "Result | Sequence[Result]"
 Convert: TypeAlias = "Callable[[OpCall], Converted]"
 
 DTYPES: dict[int, str] = {
@@ -92,7 +93,7 @@ class OpCall:
         schema: The definition of its operation in the opset of the model.
     """
 
-    def __init__(self, body: Body, node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> None:
+    def __init__(self, body: Body, node: onnx.NodeProto, schema: Any) -> None:
         self.body = body
         self.model: ModelGraph = body.model
         self.node = node

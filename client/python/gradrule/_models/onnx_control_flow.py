@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradrule._builder.handles import TensorHandle
-from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import Converted, OpCall, Tensor, UnsupportedOpError, converts
+from gradrule._models.model_graph import UnsupportedOpError, Value
+from gradrule._models.onnx_calls import Converted, OpCall, Tensor, converts
 from gradrule._models.onnx_functions import LoopBody, add_condition, add_function, add_loop, empty_list, pushed, stacked
 from gradrule._models.onnx_graph import Body
 

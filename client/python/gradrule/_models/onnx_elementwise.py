@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from gradrule._builder.handles import TensorHandle
-from gradrule._models.model_graph import Value
+from gradrule._models.model_graph import UnsupportedOpError, Value
 from gradrule._models.onnx_calls import (
     DTYPES,
     FLOATS,
@@ -15,7 +15,6 @@ from gradrule._models.onnx_calls import (
     Converted,
     OnnxOp,
     OpCall,
-    UnsupportedOpError,
     add_op,
     converts,
 )
@@ -37,7 +36,7 @@ def _binary(op_type: str) -> Convert:
     return convert
 
 
-def _through(op_type: str, dtypes: Sequence[str], wide: str) -> Convert:
+def _through(op_type: str, dtypes: Sequence[str], wide: str) -> Callable[[OpCall], Value]:
     """Returns the conversion of an operation that TensorFlow computes for some of `dtypes` in the type `wide` only."""
 
     def convert(call: OpCall) -> Value:
@@ -133,8 +132,8 @@ def _modulo(call: OpCall) -> Value:
     if not call.attr("fmod"):
         return call.model.broadcast("FloorMod", [call.value(0), call.value(1)])
     if call.dtype() in ("float16", "bfloat16"):
-        return _through("TruncateMod", ("float16", "bfloat16"), "float32")(call)  # type: ignore[return-value]
-    return _through("TruncateMod", ("int8", "int16", *_UNSIGNED), "int64")(call)  # type: ignore[return-value]
+        return _through("TruncateMod", ("float16", "bfloat16"), "float32")(call)
+    return _through("TruncateMod", ("int8", "int16", *_UNSIGNED), "int64")(call)
 
 
 @converts("Pow", nodes="Square or Pow", refuses="uint64")

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -239,7 +240,7 @@ def _give_defaults(model: onnx.ModelProto) -> None:
     versions = opsets(model)
     for node in all_nodes(model.graph):
         try:
-            schema = onnx.defs.get_schema(node.op_type, versions.get(node.domain, 0), node.domain)
+            schema: Any = onnx.defs.get_schema(node.op_type, versions.get(node.domain, 0), node.domain)
         except onnx.defs.SchemaError:
             continue
         if schema.has_function or schema.has_context_dependent_function:
@@ -263,7 +264,7 @@ def _as_functions(model: onnx.ModelProto, expanded: set[tuple[str, str]]) -> lis
         if (node.domain, node.op_type) not in expanded:
             continue
         version = versions[node.domain]
-        schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+        schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)
         function = model.functions.add()
         if found := [number for number in schema.function_opset_versions if number <= version]:
             function.ParseFromString(schema.get_function_with_opset_version(max(found)))

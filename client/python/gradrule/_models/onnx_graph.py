@@ -13,14 +13,13 @@ import onnx
 from gradrule._builder.graph import Graph
 from gradrule._builder.handles import TensorHandle
 from gradrule._builder.names import UniqueNames
-from gradrule._models.model_graph import ModelGraph, Value
+from gradrule._models.model_graph import ModelGraph, UnsupportedOpError, Value
 from gradrule._models.onnx_calls import (
     DTYPES,
     FLOATS,
     MissingTensorError,
     OpCall,
     Tensor,
-    UnsupportedOpError,
     all_rows,
     known_tensor,
 )
@@ -39,9 +38,10 @@ Info = tuple[str, "tuple[int | None, ...] | None"]
 def from_onnx(source: bytes | str | os.PathLike[str]) -> Graph:
     """Implements `gradrule.from_onnx`."""
     rows = all_rows()
+    schemas: Any = onnx.defs.get_all_schemas()
     expanded = {
         (schema.domain, schema.name)
-        for schema in onnx.defs.get_all_schemas()
+        for schema in schemas
         if schema.name not in rows and (schema.has_function or schema.has_context_dependent_function)
     }
     model = read_model(source, expanded)
@@ -266,7 +266,7 @@ class Body:
                 for name in node.input:
                     if name:
                         self.tensor(name)
-                results = folded(call)
+                results: Any = folded(call)
                 if results is None:
                     results = row.convert(call)
                     call.check_all_read()
@@ -361,8 +361,8 @@ def _named(
         found.variables[name] = array
     found.non_trainable |= graph.non_trainable
     for name, handle in results.items():
-        node, colon, index = handle.name.partition(":")
-        found.aliases[name] = renamed.get(node, node) + colon + index
+        source, colon, index = handle.name.partition(":")
+        found.aliases[name] = renamed.get(source, source) + colon + index
     for name, tensor in inputs.items():
         if name != tensor:
             found.aliases[name] = tensor

@@ -10,8 +10,8 @@ import numpy as np
 
 from gradrule._builder.handles import TensorHandle
 from gradrule._models import images
-from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import Convert, Converted, OnnxOp, OpCall, UnsupportedOpError, add_op, converts
+from gradrule._models.model_graph import UnsupportedOpError, Value
+from gradrule._models.onnx_calls import Convert, Converted, OnnxOp, OpCall, add_op, converts
 
 Pairs = list[tuple[int, int]]
 
@@ -225,6 +225,7 @@ def _resize(call: OpCall) -> Converted:
                 call.attr("mode"), sizes[axis], count, coordinates=coordinates, scale=scale,
                 nearest=call.attr("nearest_mode"), cubic=float(call.attr("cubic_coeff_a")),
                 exclude_outside=bool(call.attr("exclude_outside")), antialias=bool(call.attr("antialias", 0)),
+                length=None if scale is None or policy != "stretch" else scale * sizes[axis],
             )  # fmt: skip
     for name in ("mode", "nearest_mode", "cubic_coeff_a", "exclude_outside", "antialias"):
         call.attr(name)

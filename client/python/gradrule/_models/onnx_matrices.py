@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 
-from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import Converted, OpCall, UnsupportedOpError, converts
+from gradrule._models.model_graph import UnsupportedOpError, Value
+from gradrule._models.onnx_calls import Converted, OpCall, converts
 
 
 @converts("MatMul", nodes="MatMul, or BatchMatMulV2 of more than two axes", refuses="uint64")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradrule._builder.handles import TensorHandle
-from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import Converted, OpCall, UnsupportedOpError, converts
+from gradrule._models.model_graph import UnsupportedOpError, Value
+from gradrule._models.onnx_calls import Converted, OpCall, converts
 
 _HALVES = ("float16", "bfloat16")
 
@@ -54,7 +54,7 @@ def _layer_normalization(call: OpCall) -> Converted:
         variance = call.op("Mean", call.op("Square", call.op("Sub", x, mean)), positions, keep_dims=True)
         shifted = call.op("AddV2", variance, call.const(epsilon, Value(x, 0).dtype))
         results[1:] = Value(mean, rank), Value(call.op("Rsqrt", shifted), rank)
-    return results  # type: ignore[return-value]
+    return results
 
 
 @converts("RMSNormalization", nodes="RMSNormalization")

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 
 from gradrule._builder.handles import TensorHandle
-from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import Converted, OpCall, Tensor, UnsupportedOpError, converts
+from gradrule._models.model_graph import UnsupportedOpError, Value
+from gradrule._models.onnx_calls import Converted, OpCall, Tensor, converts
 from gradrule._models.onnx_images import convolved
 
 _RANGES = {
@@ -73,7 +73,7 @@ def _quantize(call: OpCall) -> Converted:
     x = call.cast(call.x(), dtype)
     y = call.model.composite("QuantizeLinear", x, scale, zero, low=low, high=high)
     name = call.node.output[0]
-    return Tensor(call.body.info(name)[0], call.output_shape(), quantised=Value(y, call.rank()))  # type: ignore[return-value]
+    return Tensor(call.body.info(name)[0], call.output_shape(), quantised=Value(y, call.rank()))
 
 
 @converts("DequantizeLinear", nodes="DequantizeLinear", refuses="floating-point numbers of 8 bits and less")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradrule._builder.handles import TensorHandle
-from gradrule._models.model_graph import ModelGraph, Value
-from gradrule._models.onnx_calls import Converted, OpCall, UnsupportedOpError, converts
+from gradrule._models.model_graph import ModelGraph, UnsupportedOpError, Value
+from gradrule._models.onnx_calls import Converted, OpCall, converts
 from gradrule._models.onnx_functions import LoopBody, add_loop, empty_list, pushed, stacked
 
 _ACTIVATIONS = {"Sigmoid": "Sigmoid", "Tanh": "Tanh", "Relu": "Relu", "Softsign": "Softsign", "Softplus": "Softplus"}

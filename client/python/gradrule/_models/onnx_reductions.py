@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradrule._builder.handles import TensorHandle
-from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import FLOATS, Convert, Converted, OnnxOp, OpCall, UnsupportedOpError, add_op, converts
+from gradrule._models.model_graph import UnsupportedOpError, Value
+from gradrule._models.onnx_calls import FLOATS, Convert, Converted, OnnxOp, OpCall, add_op, converts
 
 
 def _reduced(call: OpCall, op_type: str, x: Value, axes: Sequence[int] | TensorHandle) -> Value:

@@ -9,8 +9,8 @@ import numpy as np
 
 from gradrule._builder.handles import TensorHandle
 from gradrule._models import images
-from gradrule._models.model_graph import Value
-from gradrule._models.onnx_calls import Converted, OpCall, UnsupportedOpError, converts
+from gradrule._models.model_graph import UnsupportedOpError, Value
+from gradrule._models.onnx_calls import Converted, OpCall, converts
 from gradrule._models.onnx_reductions import moved_last
 
 
@@ -135,7 +135,9 @@ def _columns_to_image(call: OpCall) -> Converted:
     )  # fmt: skip
 
 
-@converts("DFT", nodes="FFT or IFFT", refuses="inverse with onesided; an axis or length that other nodes compute; 16 bits")
+@converts(
+    "DFT", nodes="FFT or IFFT", refuses="inverse with onesided; an axis or length that other nodes compute; 16 bits"
+)
 def _fourier_transform(call: OpCall) -> Converted:
     rank, own = call.rank(), call.dtype()
     complex_type = {"float32": "complex64", "float64": "complex128"}.get(own)

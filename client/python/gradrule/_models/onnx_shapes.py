@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from gradrule._builder.handles import TensorHandle
-from gradrule._models.model_graph import Value
+from gradrule._models.model_graph import UnsupportedOpError, Value
 from gradrule._models.onnx_calls import (
     Converted,
     OpCall,
-    UnsupportedOpError,
     converts,
     known_tensor,
 )
@@ -25,7 +24,7 @@ _GREATEST = np.iinfo(np.int64).max
 @converts("Constant", nodes="Const", refuses="strings and sparse tensors")
 def _constant(call: OpCall) -> Converted:
     if (message := call.attr("value")) is not None:
-        return known_tensor(array_of(message), message.data_type)  # type: ignore[return-value]
+        return known_tensor(array_of(message), message.data_type)
     for name, dtype in (
         ("value_float", np.float32),
         ("value_floats", np.float32),
@@ -499,7 +498,7 @@ def _depth_to_space(call: OpCall) -> Converted:
 @converts("SpaceToDepth", nodes="Transpose and Reshape")
 def _space_to_depth(call: OpCall) -> Converted:
     block = int(call.attr("blocksize"))
-    split = [[None], [None], [None, block], [None, block]]
+    split: list[list[int | None]] = [[None], [None], [None, block], [None, block]]
     if call.attr("mode", "DCR") == "DCR":
         order, channels = [0, 3, 5, 1, 2, 4], [3, 5, 1]
     else:

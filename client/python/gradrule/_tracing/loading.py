@@ -44,7 +44,8 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
 
     Args:
         path: `.pb` (bytes of a GraphDef, with the files that `Graph.save` wrote next to it), `.pbtxt` (protobuf text)
-            or `.json` (protobuf's JSON mapping); with onnx also `.onnx`; with TensorFlow also a SavedModel's folder, `.keras` and `.h5`.
+            or `.json` (protobuf's JSON mapping); with onnx also `.onnx`; with TensorFlow also a SavedModel's folder,
+            `.keras` and `.h5`.
             Fields that gradrule does not know are kept in `.pb` and skipped in `.pbtxt` and `.json`.
         signature: The SavedModel's signature, or a function of its object (`__call__`, or a method's name); ignored
             for other files.
@@ -54,7 +55,8 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
 
     Raises:
         InvalidGraphError: The file is missing or holds no graph.
-        UnsupportedError: TensorFlow or onnx is needed but not installed, or the graph uses something that cannot be sent.
+        UnsupportedError: TensorFlow or onnx is needed but not installed, or the graph uses something that cannot be
+            sent.
     """
     file = Path(path)
     if file.is_dir() and any((file / name).exists() for name in _SAVED_MODEL):
