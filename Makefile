@@ -126,8 +126,9 @@ op-policy: $(VENV)/.installed ## deny ops that are new in the installed TensorFl
 gradients: $(VENV)/.installed ## compare the gradients of all differentiable ops with finite differences; writes docs/reference/gradients.md
 	$(VENV)/bin/python -m tests.policy.gradients
 
-docs: $(VENV)/.installed ## generate docs/reference/rules.md from the registry and the last comparison with other libraries
+docs: $(VENV)/.installed ## generate docs/reference/rules.md from the registry and the last comparison with other libraries, and docs/reference/onnx.md
 	$(VENV)/bin/python tools/generate_reference.py
+	$(VENV)/bin/python tools/generate_onnx_reference.py
 
 node: $(NODE_CLIENT)/node_modules/.installed ## build the Node client
 	cd $(NODE_CLIENT) && npm run --silent build

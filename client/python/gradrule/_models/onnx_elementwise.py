@@ -12,9 +12,9 @@ from gradrule._models.onnx_calls import (
     DTYPES,
     FLOATS,
     Convert,
-    Converted,
     OnnxOp,
     OpCall,
+    Tensor,
     add_op,
     converts,
 )
@@ -83,7 +83,7 @@ add_op("Sign", OnnxOp(_through("Sign", _UNSIGNED, "int64"), "Sign", refuses="uin
 
 
 @converts("Identity", nodes="none: the tensor itself")
-def _identity(call: OpCall) -> Converted:
+def _identity(call: OpCall) -> Tensor | Value:
     return call.body.tensor_or_value(call.node.input[0])
 
 

@@ -232,7 +232,7 @@ class Body:
             found.value = Value(handle, found.array.ndim)
         return found.value
 
-    def tensor_or_value(self, name: str) -> Any:
+    def tensor_or_value(self, name: str) -> Tensor | Value:
         """Returns a tensor that no node has yet as it is, else its value."""
         found = self.tensor(name)
         return found if found.value is None else self.value(name)
