@@ -280,8 +280,9 @@ class Body:
                 self._refuse(node, f"{what}: {cause.message}")
                 return
         first = self.tensors.get(node.output[0]) if node.output else None
-        if self._outer is None and first is not None and first.value is not None:
-            self.conversion.results[path] = first.value.handle.name
+        result = first and (first.quantised or first.value)
+        if self._outer is None and result:
+            self.conversion.results[path] = result.handle.name
 
     def _refuse(self, node: onnx.NodeProto, text: str) -> None:
         self._failed.update(node.output)

@@ -26,8 +26,10 @@ def _along(call: OpCall, x: TensorHandle, index: int) -> TensorHandle:
         axis = call.axis(default=1)
         return call.op("GatherV2", x, call.const(np.arange(call.known_shape()[axis]) // block, "int32"), axis)
     count = call.rank(index)
-    if count == 0 or call.shape(index) == (1,):
-        call.attr("axis")
+    call.attr("axis")
+    if count == 0:
+        return x
+    if call.shape(index) == (1,):
         return call.op("Reshape", x, call.model.int32())
     if count != 1:
         raise UnsupportedOpError("with a scale of several axes")
@@ -41,10 +43,10 @@ def _numbers(call: OpCall, index: int, dtype: str) -> TensorHandle:
     found = call.tensor(index)
     if found.quantised is not None:
         return call.cast(call.model.natural(found.quantised), dtype)
+    if found.array is not None and (found.array.size <= 1 or not found.dtype):
+        return call.const(found.array.astype(np.float64), dtype)
     if not found.dtype:
-        if found.array is None:
-            raise UnsupportedOpError("of an element type that graphs do not have")
-        return call.const(found.array.astype(np.float32), dtype)
+        raise UnsupportedOpError("of an element type that graphs do not have")
     return call.cast(call.x(index), dtype)
 
 
