@@ -5,6 +5,7 @@ python tools/generate_onnx_reference.py
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ operation of opsets {oldest} to {newest}.
   of the graph, whose parts TensorFlow's ops compute; both can be named.
 - **gradient**: whether gradients pass.
 - **refused**: arguments for which `gr.from_onnx` raises `UnsupportedError`. All operations refuse attributes and inputs
-  of newer versions that are not in this table, strings, sequences, optional values, and floating-point numbers of 8 bits
-  and less.
+  that their conversion does not read, strings, sequences, optional values, and floating-point numbers of 8 bits and
+  less. Integers below 8 bits are only between `QuantizeLinear` and `DequantizeLinear`, or constants of the latter.
 """
 _EXPANDED = """
 ## Operations that ONNX defines by functions
 
 These are replaced by the nodes of their functions, in a scope of their name:
+
 """
 _OTHERS = """
 Operations of other domains are refused, except functions of the model, whose nodes replace the calls.
@@ -61,7 +63,7 @@ def reference() -> str:
     parts.append("\n## Converted operations\n\n")
     parts.append(_table(("operation", "versions", "in the graph", "gradient", "refused"), converted))
     parts.append(_EXPANDED)
-    parts.append(", ".join(f"`{name}`" for name in expanded) + ".\n")
+    parts += [textwrap.fill(", ".join(f"`{name}`" for name in expanded) + ".", 120), "\n"]
     parts.append("\n## Refused operations\n\n")
     parts.append(_table(("operation", "why, and what would be right"), refused))
     parts.append(_OTHERS)

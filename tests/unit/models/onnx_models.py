@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+from onnx.inliner import inline_local_functions
 
 Array = np.ndarray[Any, Any]
 Shape = Sequence["int | str"]
@@ -42,7 +43,7 @@ def onnx_model(
     )
     imports = [helper.make_opsetid("", opset), *([helper.make_opsetid("own", 1)] if functions else [])]
     model = helper.make_model(graph, opset_imports=imports, functions=functions)
-    inferred = onnx.shape_inference.infer_shapes(onnx.inliner.inline_local_functions(model))
+    inferred = onnx.shape_inference.infer_shapes(inline_local_functions(model))
     for item, found in zip(model.graph.output, inferred.graph.output, strict=True):
         item.CopyFrom(found)
     return model
