@@ -46,6 +46,11 @@ def onnx_model(
     inferred = onnx.shape_inference.infer_shapes(inline_local_functions(model))
     for item, found in zip(model.graph.output, inferred.graph.output, strict=True):
         item.CopyFrom(found)
+        if not item.type.WhichOneof("value"):
+            # ONNX infers some results only once it expands functions; these have the axes of the first input.
+            item.type.tensor_type.elem_type = next(iter(kinds.values()))
+            for _ in next(iter(inputs.values()))[1]:
+                item.type.tensor_type.shape.dim.add()
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,40 @@ Info = tuple[str, "tuple[int | None, ...] | None"]
 """Element type (empty: none that graphs hold) and sizes (None: unknown number of axes) of a tensor."""
 
 
+# Each pass infers shapes from what the pass before computed; models need one or two.
+_MOST_PASSES = 5
+
+
+@dataclass(slots=True)
+class ConvertedModel:
+    """A model as a graph.
+
+    Attributes:
+        message: The graph.
+        variables: Values of its variables by the names of their nodes.
+        non_trainable: Names of the variables that are not trained by default.
+        aliases: Further names of tensors: the model's outputs, and inputs whose names no node can have.
+    """
+
+    message: graph_pb2.Graph
+    variables: dict[str, np.ndarray[Any, Any]]
+    non_trainable: set[str]
+    aliases: dict[str, str]
+
+
 def from_onnx(source: bytes | str | os.PathLike[str]) -> Graph:
     """Implements `gradrule.from_onnx`."""
+    model = convert(source)
+    graph = Graph.from_bytes(model.message.SerializeToString(deterministic=True))
+    for name, array in model.variables.items():
+        graph.variables[name] = array
+    graph.non_trainable |= model.non_trainable
+    graph.aliases.update(model.aliases)
+    return graph
+
+
+def convert(source: bytes | str | os.PathLike[str]) -> ConvertedModel:
+    """Converts the bytes of an ONNX model, or a file. Raises `UnsupportedError` or `InvalidGraphError`."""
     rows = all_rows()
     schemas: Any = onnx.defs.get_all_schemas()
     expanded = {
@@ -44,21 +77,19 @@ def from_onnx(source: bytes | str | os.PathLike[str]) -> Graph:
         for schema in schemas
         if schema.name not in rows and (schema.has_function or schema.has_context_dependent_function)
     }
-    model = read_model(source, expanded)
-    while True:
+    model: onnx.ModelProto | None = read_model(source, expanded)
+    refused: list[Detail] = []
+    for _ in range(_MOST_PASSES):
+        if model is None:
+            break
         conversion = _Conversion(model)
-        graph = conversion.run()
-        if graph is not None:
-            return graph
-        # What was computed during the conversion lets ONNX infer more shapes.
-        known = conversion.computed()
-        refined = with_known(model, known) if known else None
-        if refined is None:
-            names = ", ".join(dict.fromkeys(detail.message.partition(" ")[0] for detail in conversion.refused))
-            raise UnsupportedError(
-                f"this model has operations that gr.from_onnx cannot convert: {names}", details=conversion.refused
-            )
-        model = refined
+        found = conversion.run()
+        if found is not None:
+            return found
+        refused, known = conversion.refused, conversion.computed()
+        model = with_known(model, known) if known else None
+    names = ", ".join(dict.fromkeys(detail.message.partition(" ")[0] for detail in refused))
+    raise UnsupportedError(f"this model has operations that gr.from_onnx cannot convert: {names}", details=refused)
 
 
 def valid_name(name: str) -> str:
@@ -86,8 +117,8 @@ class _Conversion:
             if (found := self._tensors.get(name)) is not None and found.array is not None and node.op_type != "Constant"
         }
 
-    def run(self) -> Graph | None:
-        """Returns the graph; None if there is something that cannot be converted, which is then in `refused`."""
+    def run(self) -> ConvertedModel | None:
+        """Returns the model; None if there is something that cannot be converted, which is then in `refused`."""
         onnx_graph = self._model.graph
         model = ModelGraph()
         body = Body(self, model, onnx_graph)
@@ -337,34 +368,35 @@ def _info(kind: onnx.TypeProto) -> Info:
 
 def _named(
     graph: Graph, nodes: Mapping[str, str], results: Mapping[str, TensorHandle], inputs: Mapping[str, str]
-) -> Graph:
-    """Returns the graph in which the node that an ONNX node became has its name, with aliases."""
-    messages = {node.name: node for node in graph.messages()}
+) -> ConvertedModel:
+    """Returns the graph in which the node that an ONNX node became has its name.
+
+    Args:
+        graph: The graph.
+        nodes: Names of the tensors that ONNX nodes became, by their paths.
+        results: The outputs by their names.
+        inputs: The names of the inputs' tensors by their names.
+    """
+    ops = {node.name: node for node in graph.messages()}
     renamed: dict[str, str] = {}
     for path, tensor in nodes.items():
         name = tensor.partition(":")[0]
-        while name.startswith(f"{path}/") and messages[name].op in _FOLLOWERS:
-            source = messages[name].input[0].partition(":")[0]
+        while name.startswith(f"{path}/") and ops[name].op in _FOLLOWERS:
+            source = ops[name].input[0].partition(":")[0]
             if not source.startswith(f"{path}/"):
                 break
             name = source
-        if name.startswith(f"{path}/") and path not in messages:
+        if name.startswith(f"{path}/") and path not in ops:
             renamed[name] = path
+
+    def new(tensor: str) -> str:
+        name, colon, index = tensor.partition(":")
+        return renamed.get(name, name) + colon + index
+
     message = graph_pb2.Graph.FromString(graph.to_bytes())
     for node in message.node:
         node.name = renamed.get(node.name, node.name)
-        for position, text in enumerate(node.input):
-            source, colon, index = text.partition(":")
-            if source in renamed:
-                node.input[position] = renamed[source] + colon + index
-    found = Graph.from_bytes(message.SerializeToString(deterministic=True))
-    for name, array in graph.variables.items():
-        found.variables[name] = array
-    found.non_trainable |= graph.non_trainable
-    for name, handle in results.items():
-        source, colon, index = handle.name.partition(":")
-        found.aliases[name] = renamed.get(source, source) + colon + index
-    for name, tensor in inputs.items():
-        if name != tensor:
-            found.aliases[name] = tensor
-    return found
+        node.input[:] = [new(text) for text in node.input]
+    aliases = {name: new(handle.name) for name, handle in results.items()}
+    aliases |= {name: tensor for name, tensor in inputs.items() if name != tensor}
+    return ConvertedModel(message, dict(graph.variables), set(graph.non_trainable), aliases)
