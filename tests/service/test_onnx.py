@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx
@@ -39,7 +40,6 @@ def _loop() -> onnx.NodeProto:
     return node("Loop", "count _ x", "last y", body=body)
 
 
-_INT = np.array
 # Nodes from x to y, the shape of x, and initialisers.
 _CASES: dict[str, tuple[list[onnx.NodeProto], tuple[int, ...], Mapping[str, Array]]] = {
     **{name: ([node(name, "x", "y")], (2, 3), {}) for name in ("Tanh", "Exp", "Elu", "Softplus", "Mish", "HardSwish")},
@@ -47,15 +47,23 @@ _CASES: dict[str, tuple[list[onnx.NodeProto], tuple[int, ...], Mapping[str, Arra
     "Clip": ([node("Clip", "x low high", "y")], (2, 3), {"low": np.array(-0.5), "high": np.array(0.4)}),
     "Pow": ([node("Abs", "x", "a"), node("Pow", "a e", "y")], (2, 3), {"e": np.array([1.5, 2.0, 3.0])}),
     "Softmax": ([node("Softmax", "x", "y", axis=1)], (2, 3, 4), {}),
-    "ReduceLogSumExp": ([node("ReduceLogSumExp", "x axes", "y")], (2, 3), {"axes": _INT([0])}),
-    "ReduceL2": ([node("ReduceL2", "x axes", "y", keepdims=0)], (2, 3), {"axes": _INT([1])}),
-    "CumSum": ([node("CumSum", "x axis", "y", reverse=1)], (2, 3), {"axis": _INT(1)}),
-    "TopK": ([node("TopK", "x k", "y indices", largest=0)], (2, 5), {"k": _INT([2])}),
-    "Slice": ([node("Slice", "x s e a t", "y")], (4, 5), {"s": _INT([-1]), "e": _INT([0]), "a": _INT([1]), "t": _INT([-2])}),
-    "Pad": ([node("Pad", "x pads", "y", mode="edge")], (2, 3), {"pads": _INT([1, 0, 0, 2])}),
-    "GatherElements": ([node("GatherElements", "x i", "y", axis=1)], (2, 3), {"i": _INT([[0, -1], [2, 2]])}),
-    "ScatterND": ([node("ScatterND", "x i u", "y")], (4, 2), {"i": _INT([[1], [3]]), "u": _values(2, 2)}),
-    "Gemm": ([node("Gemm", "x w c", "y", transA=1, alpha=0.5, beta=2.0)], (3, 2), {"w": _values(3, 4), "c": _values(4)}),
+    "ReduceLogSumExp": ([node("ReduceLogSumExp", "x axes", "y")], (2, 3), {"axes": np.array([0])}),
+    "ReduceL2": ([node("ReduceL2", "x axes", "y", keepdims=0)], (2, 3), {"axes": np.array([1])}),
+    "CumSum": ([node("CumSum", "x axis", "y", reverse=1)], (2, 3), {"axis": np.array(1)}),
+    "TopK": ([node("TopK", "x k", "y indices", largest=0)], (2, 5), {"k": np.array([2])}),
+    "Slice": (
+        [node("Slice", "x s e a t", "y")],
+        (4, 5),
+        {"s": np.array([-1]), "e": np.array([0]), "a": np.array([1]), "t": np.array([-2])},
+    ),
+    "Pad": ([node("Pad", "x pads", "y", mode="edge")], (2, 3), {"pads": np.array([1, 0, 0, 2])}),
+    "GatherElements": ([node("GatherElements", "x i", "y", axis=1)], (2, 3), {"i": np.array([[0, -1], [2, 2]])}),
+    "ScatterND": ([node("ScatterND", "x i u", "y")], (4, 2), {"i": np.array([[1], [3]]), "u": _values(2, 2)}),
+    "Gemm": (
+        [node("Gemm", "x w c", "y", transA=1, alpha=0.5, beta=2.0)],
+        (3, 2),
+        {"w": _values(3, 4), "c": _values(4)},
+    ),
     "MatMul": ([node("MatMul", "x w", "y")], (2, 3, 4), {"w": _values(4, 2)}),
     "Einsum": ([node("Einsum", "x w", "y", equation="bij,bjk->bik")], (2, 3, 4), {"w": _values(2, 4, 2)}),
     "Conv": (
@@ -63,15 +71,31 @@ _CASES: dict[str, tuple[list[onnx.NodeProto], tuple[int, ...], Mapping[str, Arra
         (2, 4, 6, 5),
         {"w": _values(6, 2, 3, 2), "b": _values(6)},
     ),
-    "ConvTranspose": ([node("ConvTranspose", "x w", "y", strides=[2, 2], output_padding=[1, 0])], (1, 3, 4, 4), {"w": _values(3, 2, 3, 3)}),
+    "ConvTranspose": (
+        [node("ConvTranspose", "x w", "y", strides=[2, 2], output_padding=[1, 0])],
+        (1, 3, 4, 4),
+        {"w": _values(3, 2, 3, 3)},
+    ),
     "AveragePool": ([node("AveragePool", "x", "y", kernel_shape=[3, 3], pads=[1] * 4)], (1, 2, 5, 5), {}),
     "MaxPool": ([node("MaxPool", "x", "y", kernel_shape=[2, 2], dilations=[2, 1])], (1, 2, 6, 5), {}),
     "LpPool": ([node("LpPool", "x", "y", kernel_shape=[2], p=3)], (1, 2, 6), {}),
     "Resize": ([node("Resize", "x _ s", "y", mode="cubic")], (1, 2, 4, 4), {"s": np.array([1, 1, 1.5, 2], np.float32)}),
     "GridSample": ([node("GridSample", "x g", "y", padding_mode="border")], (1, 2, 4, 4), {"g": _values(1, 3, 2, 2)}),
-    "LayerNormalization": ([node("LayerNormalization", "x w b", "y", axis=1)], (2, 3, 4), {"w": _values(3, 4), "b": _values(3, 4)}),
-    "InstanceNormalization": ([node("InstanceNormalization", "x w b", "y")], (2, 3, 4), {"w": _values(3), "b": _values(3)}),
-    "GroupNormalization": ([node("GroupNormalization", "x w b", "y", num_groups=2)], (2, 4, 3), {"w": _values(4), "b": _values(4)}),
+    "LayerNormalization": (
+        [node("LayerNormalization", "x w b", "y", axis=1)],
+        (2, 3, 4),
+        {"w": _values(3, 4), "b": _values(3, 4)},
+    ),
+    "InstanceNormalization": (
+        [node("InstanceNormalization", "x w b", "y")],
+        (2, 3, 4),
+        {"w": _values(3), "b": _values(3)},
+    ),
+    "GroupNormalization": (
+        [node("GroupNormalization", "x w b", "y", num_groups=2)],
+        (2, 4, 3),
+        {"w": _values(4), "b": _values(4)},
+    ),
     "BatchNormalization": (
         [node("BatchNormalization", "x w b m v", "y")],
         (2, 3, 4),
@@ -83,9 +107,13 @@ _CASES: dict[str, tuple[list[onnx.NodeProto], tuple[int, ...], Mapping[str, Arra
         {"w": _values(2, 8, 4), "r": _values(2, 8, 2), "b": _values(2, 16)},
     ),
     "GRU": ([node("GRU", "x w r", "y", hidden_size=2)], (3, 2, 4), {"w": _values(1, 6, 4), "r": _values(1, 6, 2)}),
-    "Loop": ([_loop()], (2, 3), {"count": _INT(3), "w": _values(2, 3)}),
-    "DFT": ([node("Unsqueeze", "x last", "u"), node("DFT", "u _ axis", "y")], (2, 6), {"last": _INT([-1]), "axis": _INT(1)}),
-}  # fmt: skip
+    "Loop": ([_loop()], (2, 3), {"count": np.array(3), "w": _values(2, 3)}),
+    "DFT": (
+        [node("Unsqueeze", "x last", "u"), node("DFT", "u _ axis", "y")],
+        (2, 6),
+        {"last": np.array([-1]), "axis": np.array(1)},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", _CASES)
@@ -101,7 +129,7 @@ def test_values_and_gradients(client: gr.Client, name: str) -> None:
     weights = _RANDOM.uniform(0.5, 1.5, size=y.shape)
     found = client.evaluate(graph, {"x": x}, fetches=["y"], ys=["y"], xs=["x"], grad_ys={"y": weights}).gradients["x"]
     step = 1e-6
-    ends = [client.evaluate(graph, {"x": x + sign * step * direction}, fetches=["y"]).outputs["y"] for sign in (1, -1)]
+    ends = [client.evaluate(graph, {"x": x + move * direction}, fetches=["y"]).outputs["y"] for move in (step, -step)]
     slope = np.sum(weights * (ends[0] - ends[1])) / (2 * step)
     assert np.sum(np.asarray(found) * direction) == pytest.approx(slope, rel=1e-6, abs=1e-7)
 
@@ -114,9 +142,9 @@ def _quantised() -> tuple[gr.Graph, Array]:
         node("DequantizeLinear", "qw sw zw", "dw", name="dequantise_w"),
         node("Gemm", "dx dw", "y", name="fc", transB=1),
     ]
-    scale = np.float32(np.abs(weight).max() / 127)
+    scale = float(np.abs(weight).max()) / 127
     values = {
-        "s": np.array(0.05, np.float32), "z": np.array(4, np.uint8), "sw": np.array(scale), "zw": np.array(0, np.int8),
+        "s": np.array(0.05, np.float32), "z": np.array(4, np.uint8), "sw": np.array(scale, np.float32), "zw": np.array(0, np.int8),
         "qw": np.round(weight / scale).astype(np.int8),
     }  # fmt: skip
     model = onnx_model(nodes, {"x": (np.float32, ["n", 3])}, ["y"], values, opset=19)
@@ -131,7 +159,8 @@ def test_straight_through_rule_of_a_quantised_model(client: gr.Client) -> None:
     rounded = np.round(x / np.float32(0.05)) * np.float32(0.05)
     np.testing.assert_allclose(plain.outputs["y"], rounded @ weight.T, rtol=1e-5, atol=1e-6)
     # As the straight-through estimator of rounding, or of the whole operation, whose input 1 is the scale.
-    for overrides in ({"Round": "ste"}, {"QuantizeLinear": "first(dy / x1)"}):
+    every: list[dict[str, Any]] = [{"Round": "ste"}, {"QuantizeLinear": "first(dy / x1)"}]
+    for overrides in every:
         passed = client.evaluate(graph, {"x": x}, fetches=["y"], ys=["y"], xs=["x"], overrides=overrides)
         np.testing.assert_allclose(passed.gradients["x"], np.ones((5, 4)) @ weight, rtol=1e-5)
 
@@ -145,6 +174,7 @@ def test_overrides_name_operations_and_nodes(client: gr.Client) -> None:
     model = onnx_model(nodes, {"x": (np.float32, [2, 3])}, ["y"], {"w": np.ones((3, 4), np.float32)}, opset=20)
     graph = gr.from_onnx(model.SerializeToString())
     x = _RANDOM.normal(size=(2, 3)).astype(np.float32)
-    for overrides in ({"Gelu": "ste", "Relu": "guided_relu"}, [gr.Override(rule="ste", node="head/act")]):
+    every: list[Any] = [{"Gelu": "ste", "Relu": "guided_relu"}, [gr.Override(rule="ste", node="head/act")]]
+    for overrides in every:
         result = client.evaluate(graph, {"x": x}, fetches=["y"], ys=["y"], xs=["x"], overrides=overrides)
         assert [item.node for item in result.overrides if item.op_type == "Gelu"] == ["head/act"]

@@ -276,6 +276,12 @@ COMPOSITE_OPS: Mapping[str, CompositeOp] = {
         CompositeOp(
             "InstanceNormalization", ("x", "scale", "offset"), _layer_norm, {"axes": _AXES, "epsilon": Constant(1e-5)}
         ),
+        CompositeOp(
+            "GroupNormalization",
+            ("x", "scale", "offset"),
+            _group_norm,
+            {"grouped": _AXES, "axes": _AXES, "channels": _AXES, "epsilon": Constant(1e-5)},
+        ),
         CompositeOp("RMSNormalization", ("x", "scale"), _rms_norm, {"axes": _AXES, "epsilon": Constant(1e-5)}),
         CompositeOp(
             "BatchNormalization", ("x", "scale", "offset", "mean", "variance"), _batch_norm, {"epsilon": Constant(1e-5)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from gradrule._builder.handles import TensorHandle
 from gradrule._models.model_graph import UnsupportedOpError, Value
 from gradrule._models.onnx_calls import Converted, OpCall, converts
@@ -36,6 +38,31 @@ def _instance_normalization(call: OpCall) -> Converted:
     parts = [_wide(call, handle) for handle in (call.model.channels_last(x), call.x(1), call.x(2))]
     y = call.model.composite("InstanceNormalization", *parts, axes=axes, epsilon=float(call.attr("epsilon")))
     return Value(call.cast(y, x.dtype), x.rank, channels_last=x.rank > 2)
+
+
+@converts("GroupNormalization", nodes="GroupNormalization", refuses="unknown sizes, but for the batch")
+def _group_normalization(call: OpCall) -> Converted:
+    call.attr("stash_type")
+    groups, x = int(call.attr("num_groups")), call.value(0)
+    batch, *sizes = call.shape()
+    channels, *rest = (-1 if size is None else size for size in sizes)
+    if -1 in (channels, *rest):
+        raise UnsupportedOpError(f"of sizes {call.shape()}; those behind the batch must be known")
+    weights = [_wide(call, call.x(index)) for index in (1, 2)]
+    if call.since < 21:
+        # Scale and bias belong to groups.
+        places = call.const(np.arange(channels) // (channels // groups), "int32")
+        weights = [call.op("GatherV2", weight, places, 0) for weight in weights]
+    y = call.model.composite(
+        "GroupNormalization",
+        _wide(call, call.model.natural(x)),
+        *weights,
+        grouped=[-1 if batch is None else batch, groups, channels // groups, *rest],
+        axes=[*range(2, x.rank + 1)],
+        channels=[channels, *[1] * (x.rank - 2)],
+        epsilon=float(call.attr("epsilon")),
+    )
+    return Value(call.cast(y, x.dtype), x.rank)
 
 
 @converts("LayerNormalization", nodes="LayerNormalization")
