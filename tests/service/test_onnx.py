@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import gradrule as gr
+from gradrule.cli.failures import REFUSED
+from tests.service.servers import RunningServer
+from tests.service.shell import shell_in
 from tests.unit.models.onnx_models import Array, node, onnx_model
 
 _RANDOM = np.random.default_rng(7)
@@ -143,12 +147,16 @@ def _quantised() -> tuple[gr.Graph, Array]:
         node("Gemm", "dx dw", "y", name="fc", transB=1),
     ]
     scale = float(np.abs(weight).max()) / 127
-    values = {
-        "s": np.array(0.05, np.float32), "z": np.array(4, np.uint8), "sw": np.array(scale, np.float32), "zw": np.array(0, np.int8),
-        "qw": np.round(weight / scale).astype(np.int8),
-    }  # fmt: skip
+    integers = np.round(weight / scale).astype(np.int8)
+    values: dict[str, Array] = {
+        "s": np.array(0.05, np.float32),
+        "z": np.array(4, np.uint8),
+        "sw": np.array(scale, np.float32),
+        "zw": np.array(0, np.int8),
+        "qw": integers,
+    }
     model = onnx_model(nodes, {"x": (np.float32, ["n", 3])}, ["y"], values, opset=19)
-    return gr.from_onnx(model.SerializeToString()), values["qw"] * scale
+    return gr.from_onnx(model.SerializeToString()), integers * np.float32(scale)
 
 
 def test_straight_through_rule_of_a_quantised_model(client: gr.Client) -> None:
@@ -178,3 +186,16 @@ def test_overrides_name_operations_and_nodes(client: gr.Client) -> None:
     for overrides in every:
         result = client.evaluate(graph, {"x": x}, fetches=["y"], ys=["y"], xs=["x"], overrides=overrides)
         assert [item.node for item in result.overrides if item.op_type == "Gelu"] == ["head/act"]
+
+
+def test_command_line_evaluates_a_file(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = shell_in(tmp_path, server, monkeypatch, capsys)
+    model = onnx_model([node("Relu", "x", "r", name="act"), node("Mul", "r r", "y")], {"x": (np.float32, [3])}, ["y"])
+    Path("model.onnx").write_bytes(model.SerializeToString())
+    np.save("x.npy", np.float32([-1, 2, 3]))
+    result = shell("evaluate", "model.onnx", "--feed", "x=x.npy", "--y", "y", "--x", "x", "--json")
+    assert result.code == 0, result
+    Path("model.onnx").write_bytes(model.SerializeToString()[:20])
+    assert shell("evaluate", "model.onnx", "--feed", "x=x.npy").code == REFUSED

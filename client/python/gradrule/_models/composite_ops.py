@@ -218,7 +218,9 @@ def _attention(
 
 
 def _gemm(g: Graph, a: TensorHandle, b: TensorHandle, c: TensorHandle) -> TensorHandle:
-    transposed = {f"transpose_{name.lower()}": graph_pb2.AttrValue(placeholder=f"trans{name}") for name in "AB"}
+    transposed: dict[str, Any] = {
+        f"transpose_{name.lower()}": graph_pb2.AttrValue(placeholder=f"trans{name}") for name in "AB"
+    }
     return g.op_output("AddV2", g.op_output("MatMul", a, b, **transposed), c)
 
 

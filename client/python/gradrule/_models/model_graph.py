@@ -149,7 +149,8 @@ class ModelGraph:
             )
             for name in operation.constants
         }
-        return self.op(op_type, *inputs, **attrs, **{name: constants[name] for name in operation.flags})
+        flags: dict[str, Any] = {name: constants[name] for name in operation.flags}
+        return self.op(op_type, *inputs, **attrs, **flags)
 
     # Layouts.
 

@@ -20,6 +20,8 @@ OLDEST_OPSET = 11
 # Expanding functions that call functions can take exponential time and memory.
 _MAX_NODES = 200_000
 _MAX_DEPTH = 32
+_MAX_AXES = 64
+_REFUSALS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 _EXPANDED_DOMAIN = "gradrule.expanded"
 # Larger initialisers say nothing about shapes.
 _SMALL = 1024
@@ -85,6 +87,16 @@ def _check_size(model: onnx.ModelProto, where: str) -> None:
     sizes: dict[tuple[str, str], int] = {}
     pending: set[tuple[str, str]] = set()
 
+    def check_ranges(node: onnx.NodeProto) -> None:
+        # ONNX's inference of shapes uses some axes and numbers of outputs without a check of their range.
+        for attribute in node.attribute:
+            if attribute.name == "num_outputs" and attribute.i != len(node.output):
+                raise InvalidGraphError(f"{where}: {node.op_type} node {node.name!r} has another number of outputs")
+            if any(abs(number) > _MAX_AXES for number in (attribute.i, *attribute.ints)) and (
+                attribute.name in ("axis", "axes", "perm") or attribute.name.endswith(("_axis", "_axes"))
+            ):
+                raise InvalidGraphError(f"{where}: {node.op_type} node {node.name!r} has {attribute.name} out of range")
+
     def size(nodes: Iterable[onnx.NodeProto], depth: int) -> int:
         if depth > _MAX_DEPTH:
             raise InvalidGraphError(f"{where}: more than {_MAX_DEPTH} graphs or functions inside of each other")
@@ -92,6 +104,7 @@ def _check_size(model: onnx.ModelProto, where: str) -> None:
         for node in nodes:
             key = node.domain, node.op_type
             total += 1
+            check_ranges(node)
             if key in functions:
                 if key in pending:
                     raise InvalidGraphError(f"{where}: function {node.op_type!r} calls itself")
@@ -187,7 +200,7 @@ def _prepared(model: onnx.ModelProto, expanded: set[tuple[str, str]], where: str
             small = inline_selected_functions(small, functions)
             _give_defaults(small)
             small = inferred(small)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, EncodeError) as cause:
+    except (*_REFUSALS, RuntimeError, EncodeError, ValueError) as cause:
         raise InvalidGraphError(f"{where}: not a valid ONNX model: {_short(cause)}") from None
     return _with_large(small, large)
 
@@ -231,7 +244,7 @@ def with_known(model: onnx.ModelProto, known: Mapping[str, np.ndarray]) -> onnx.
     small, large = _without_large(found)
     try:
         return _with_large(inferred(small), large)
-    except onnx.shape_inference.InferenceError:
+    except _REFUSALS:
         return None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradrule._models.onnx_calls import Array, OpCall
 
-_MOST_ELEMENTS = 4096
+_MOST_ELEMENTS = 1024
 
 
 def folded(call: OpCall) -> Array | None:

@@ -310,6 +310,10 @@ class Body:
                     raise
                 self._refuse(node, f"{what}: {cause.message}")
                 return
+            except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as cause:
+                # A valid model may have any numbers as attributes: sizes that no array has, axes that do not exist.
+                self._refuse(node, f"{what}: its attributes or shapes are not valid: {cause}")
+                return
         first = self.tensors.get(node.output[0]) if node.output else None
         result = first and (first.quantised or first.value)
         if self._outer is None and result:

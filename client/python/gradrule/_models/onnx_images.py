@@ -13,6 +13,8 @@ from gradrule._models import images
 from gradrule._models.model_graph import UnsupportedOpError, Value
 from gradrule._models.onnx_calls import Convert, Converted, OnnxOp, OpCall, add_op, converts
 
+# An axis of 8,192 elements to 4,096, or the like.
+_MOST_WEIGHTS = 2**25
 Pairs = list[tuple[int, int]]
 
 
@@ -218,6 +220,10 @@ def _resize(call: OpCall) -> Converted:
             factor = choose(count / sizes[axis] for axis, count in zip(axes, counts, strict=True))
             counts = [math.floor(factor * sizes[axis] + 0.5) for axis in axes]
             scales = [factor] * len(axes)
+    if any(count * sizes[axis] > _MOST_WEIGHTS for axis, count in zip(axes, counts, strict=True)):
+        raise UnsupportedOpError(
+            f"of sizes {sizes} to {counts}, which needs matrices of more than {_MOST_WEIGHTS} weights"
+        )
     matrices: list[np.ndarray[Any, Any] | None] = [None] * rank
     for axis, count, scale in zip(axes, counts, scales, strict=True):
         if count != sizes[axis] or (scale is not None and scale != 1):
