@@ -244,3 +244,32 @@ def test_string_input_is_refused() -> None:
     with pytest.raises(UnsupportedError) as caught:
         gr.from_onnx(model.SerializeToString())
     assert "graphs take tensors of numbers and booleans" in caught.value.details[0].message
+
+
+@pytest.mark.parametrize(
+    ("bad", "attribute"),
+    [
+        (node("LayerNormalization", "x s", "y", axis=2**31), "axis"),
+        (node("Split", "x", "y z", num_outputs=1), "number of outputs"),
+        (node("Einsum", "x", "y", equation="...ii - ...i"), "no equation"),
+    ],
+)
+def test_attributes_that_end_the_process_in_onnx_are_refused(bad: onnx.NodeProto, attribute: str) -> None:
+    model = onnx_model([node("Relu", "x", "y")], _X, ["y"], {"s": np.ones(3, np.float32)}, opset=18)
+    model.graph.node[0].CopyFrom(bad)
+    with pytest.raises(InvalidGraphError, match=attribute):
+        gr.from_onnx(model.SerializeToString())
+
+
+def test_sizes_that_no_array_has_are_refused() -> None:
+    sizes = np.array([2, 2**40], np.int64)
+    nodes = [node("Resize", "x _ _ sizes", "r"), node("ReduceSum", "r", "y")]
+    with pytest.raises(UnsupportedError) as caught:
+        gr.from_onnx(onnx_model(nodes, _X, ["y"], {"sizes": sizes}).SerializeToString())
+    assert "Resize" in caught.value.details[0].message
+
+
+def test_names_that_are_no_text_are_refused() -> None:
+    data = _relu().SerializeToString().replace(b"Relu", b"R\xfflu")
+    with pytest.raises((InvalidGraphError, UnsupportedError)):
+        gr.from_onnx(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ OLDEST_OPSET = 11
 _MAX_NODES = 200_000
 _MAX_DEPTH = 32
 _MAX_AXES = 64
+_EQUATION = re.compile(rb"[A-Za-z., ]*(->[A-Za-z. ]*)?")
 _REFUSALS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 _EXPANDED_DOMAIN = "gradrule.expanded"
 # Larger initialisers say nothing about shapes.
@@ -88,8 +90,10 @@ def _check_size(model: onnx.ModelProto, where: str) -> None:
     pending: set[tuple[str, str]] = set()
 
     def check_ranges(node: onnx.NodeProto) -> None:
-        # ONNX's inference of shapes uses some axes and numbers of outputs without a check of their range.
+        # ONNX's inference of shapes reads beyond its arrays, or does not end, for some of these.
         for attribute in node.attribute:
+            if attribute.name == "equation" and not _EQUATION.fullmatch(attribute.s):
+                raise InvalidGraphError(f"{where}: {node.op_type} node {node.name!r}: {attribute.s!r} is no equation")
             if attribute.name == "num_outputs" and attribute.i != len(node.output):
                 raise InvalidGraphError(f"{where}: {node.op_type} node {node.name!r} has another number of outputs")
             if any(abs(number) > _MAX_AXES for number in (attribute.i, *attribute.ints)) and (
