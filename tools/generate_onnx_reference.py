@@ -12,8 +12,8 @@ from typing import Any
 
 import onnx
 
-from gradrule._models.onnx_calls import all_rows
 from gradrule._models.onnx_files import OLDEST_OPSET
+from gradrule._models.onnx_table import all_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs/reference/onnx.md"

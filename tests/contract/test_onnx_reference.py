@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import pytest
 
-from gradrule._models.onnx_calls import all_rows
+from gradrule._models.onnx_table import all_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 

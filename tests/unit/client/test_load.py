@@ -98,7 +98,8 @@ def test_unknown_fields_are_kept_or_skipped(tmp_path: Path) -> None:
         ("g.pbtxt", b"\xff\xfe", gr.errors.InvalidGraphError, "g.pbtxt"),
         ("g.json", b"[1]", gr.errors.InvalidGraphError, "g.json"),
         ("g.json", b"{", gr.errors.InvalidGraphError, "g.json"),
-        ("g.onnx", b"", gr.errors.InvalidGraphError, ".pb, .pbtxt, .json"),
+        ("g.tflite", b"", gr.errors.InvalidGraphError, ".pb, .pbtxt, .json"),
+        ("g.onnx", b"", gr.errors.InvalidGraphError, "g.onnx"),
         ("saved_model.pb", b"", gr.errors.UnsupportedError, "SavedModel"),
     ],
 )

@@ -175,9 +175,9 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def test_attribute_that_is_not_converted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradrule._models import onnx_calls
+    from gradrule._models import onnx_calls, onnx_table
 
-    row = onnx_calls.all_rows()["LeakyRelu"]
+    row = onnx_table.all_rows()["LeakyRelu"]
     ignoring = onnx_calls.OnnxOp(lambda call: call.value(0), row.nodes)
     monkeypatch.setitem(onnx_calls.ONNX_OPS, "LeakyRelu", ignoring)
     model = onnx_model([node("LeakyRelu", "x", "y", alpha=0.5)], _X, ["y"])

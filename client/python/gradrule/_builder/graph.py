@@ -314,7 +314,14 @@ class Graph(GraphLookup, GraphOps):
         return self._message.library.function
 
     def definition(self, op_type: str) -> op_definitions.OpDef:
-        """Returns the definition of an op type or of a function of the graph. Raises `UnknownOpTypeError`."""
+        """Returns the definition of an op type or of a function of the graph.
+
+        Args:
+            op_type: Its name.
+
+        Raises:
+            UnknownOpTypeError: There is none.
+        """
         return self._definition(op_type)
 
     def _node_handle(self, message: graph_pb2.Node) -> Node:

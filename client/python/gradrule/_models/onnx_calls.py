@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -278,23 +277,3 @@ def add_op(name: str, op: OnnxOp) -> None:
     if name in ONNX_OPS:
         raise ValueError(f"{name} is in the table already")
     ONNX_OPS[name] = op
-
-
-@functools.cache
-def all_rows() -> dict[str, OnnxOp]:
-    """Returns the whole table."""
-    from gradrule._models import (  # noqa: F401
-        onnx_control_flow,
-        onnx_elementwise,
-        onnx_images,
-        onnx_matrices,
-        onnx_normalisation,
-        onnx_quantised,
-        onnx_recurrent,
-        onnx_reductions,
-        onnx_refused,
-        onnx_sampling,
-        onnx_shapes,
-    )
-
-    return ONNX_OPS

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gradrule._builder.handles import TensorHandle
 from gradrule._models.model_graph import UnsupportedOpError, Value
 from gradrule._models.onnx_calls import Converted, OpCall, Tensor, converts
 from gradrule._models.onnx_functions import LoopBody, add_condition, add_function, add_loop, empty_list, pushed, stacked
-from gradrule._models.onnx_graph import Body
+
+if TYPE_CHECKING:
+    from gradrule._models.onnx_graph import Body
 
 _MOST_ITERATIONS = 2**62
 

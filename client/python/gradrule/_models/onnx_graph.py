@@ -21,11 +21,11 @@ from gradrule._models.onnx_calls import (
     MissingTensorError,
     OpCall,
     Tensor,
-    all_rows,
     known_tensor,
 )
 from gradrule._models.onnx_files import array_of, opsets, read_model, with_known
 from gradrule._models.onnx_folding import folded
+from gradrule._models.onnx_table import all_rows
 from gradrule.errors import Detail, GradruleError, InvalidGraphError, UnsupportedError
 from gradrule.v1 import graph_pb2
 
