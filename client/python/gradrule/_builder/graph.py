@@ -300,7 +300,11 @@ class Graph(GraphLookup, GraphOps):
         return handle
 
     def add_function(self, function: graph_pb2.Function) -> None:
-        """Adds a function, unless the graph has one of this name; nodes call it by its name as their op type."""
+        """Adds a function, unless the graph has one of this name; nodes call it by its name as their op type.
+
+        Args:
+            function: The function's message.
+        """
         if function.signature.name not in self._types.functions():
             self._types.add_function(function)
             self._bytes = b""
