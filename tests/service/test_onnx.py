@@ -138,6 +138,29 @@ def test_values_and_gradients(client: gr.Client, name: str) -> None:
     assert np.sum(np.asarray(found) * direction) == pytest.approx(slope, rel=1e-6, abs=1e-7)
 
 
+@pytest.mark.parametrize("condition", [True, False])
+def test_gradients_of_variables_that_branches_in_branches_use(client: gr.Client, condition: bool) -> None:
+    def branch(*nodes: onnx.NodeProto) -> onnx.GraphProto:
+        return helper.make_graph(nodes, "branch", [], [helper.make_tensor_value_info("o", TensorProto.DOUBLE, [2, 3])])
+
+    product = node("MatMul", "x w", "o")
+    inner = node(
+        "If",
+        "c",
+        "o",
+        then_branch=branch(node("Neg", "x", "n"), node("MatMul", "n w", "o")),
+        else_branch=branch(product),
+    )
+    outer = node("If", "on", "y", then_branch=branch(inner), else_branch=branch(node("Neg", "x", "o")))
+    inputs = {"x": (np.float64, [2, 3]), "on": (np.bool_, []), "c": (np.bool_, [])}
+    graph = gr.from_onnx(onnx_model([outer], inputs, ["y"], {"w": _values(3, 3)}).SerializeToString())
+    x = _values(2, 3)
+    feeds = {"x": x, "on": np.array(True), "c": np.array(condition)}
+    found = client.evaluate(graph, feeds, fetches=["y"], ys=["y"], xs=["w"]).gradients["w"]
+    expected = np.repeat((-x if condition else x).sum(axis=0)[:, None], 3, axis=1)
+    np.testing.assert_allclose(found, expected)
+
+
 def _quantised() -> tuple[gr.Graph, Array]:
     weight = _RANDOM.normal(size=(4, 3)).astype(np.float32)
     nodes = [

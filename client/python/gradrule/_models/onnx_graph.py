@@ -249,7 +249,8 @@ class Body:
                 self._outer.model.natural(outside)
                 own = self.model.graph.placeholder(f"captured/{valid_name(name) or 'x'}", outside.dtype, None)
                 self.captured[name] = own
-                found = Tensor(outer.dtype, outer.shape, outer.array, value=Value(own, outside.rank))
+                # A branch inside of this one must not take the value of a variable for a constant.
+                found = Tensor(outer.dtype, outer.shape, outer.array, outer.weight, Value(own, outside.rank))
             self.tensors[name] = found
         if found.value is None and found.quantised is not None and found.dtype:
             found.value = self.model.elementwise("Cast", found.quantised, DstT=found.dtype)
