@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,11 +19,11 @@ from gradrule import _picture
 from gradrule._builder import graph_formats
 from gradrule._builder.graph import Graph
 from gradrule._picture.page import data as picture_data
-from gradrule._picture.structural import without_values
 from gradrule._results.call_results import explanation
 from gradrule.common.parsed_size import ParsedSizeError, check_size
+from gradrule.common.structural import without_values
 from gradrule.errors import GradruleError
-from gradrule.v1 import blob_pb2, graph_pb2, program_pb2
+from gradrule.v1 import blob_pb2, graph_pb2, program_pb2, rule_pb2
 from gradrule_gateway import conversion, json_text
 from gradrule_gateway.converters import Converters
 from gradrule_gateway.problems import Problem, malformed
@@ -36,12 +37,15 @@ _MAX_NAMES = 20_000
 # Servers have the same defaults.
 _MAX_NODES = 200_000
 _UNPACKING = 10
+# The tag of a model's first field, the version of the format, and of no field of a GraphDef.
+_ONNX_START = b"\x08"
 _BRACKETS = (b"{", b"[", b"<")
 # In JSON and text, each object has a bracket, and takes about 300 bytes when parsed; a string takes half of that.
 _MAX_PARTS = 3_000_000
-_NOT_OUTPUTS = {"NoOp", "Const", "Assert"}
+_NOT_OUTPUTS = {"NoOp", "Const", "Assert", "AssignVariableOp"}
 _ROUTES: dict[str, Route] = {route.rpc: route for route in ROUTES}
 COMPILE = _ROUTES["ProgramService/CompileProgram"]
+_DESCRIBE = _ROUTES["ProgramService/DescribeGraph"]
 _FIND_MISSING = _ROUTES["BlobService/FindMissingBlobs"]
 _UPLOAD = _ROUTES["BlobService/UploadBlob"]
 
@@ -57,8 +61,17 @@ async def store_uploaded(
 ) -> bytes:
     """Stores an uploaded graph as a blob and returns, in JSON, what the page shows of it.
 
-    The body is the bytes of a GraphDef, protobuf text or protobuf JSON. Raises `Problem`.
+    The body is the bytes of a GraphDef, protobuf text or protobuf JSON, or an ONNX model, which the server describes.
+    Raises `Problem`.
     """
+    if body.startswith(_ONNX_START):
+        source = rule_pb2.GraphSource(blob_sha256=hashlib.sha256(body).hexdigest(), format=rule_pb2.GRAPH_FORMAT_ONNX)
+        if await _is_missing(upstream, source.blob_sha256, metadata):
+            await upstream.upload(_UPLOAD.grpc_path, _parts(source.blob_sha256, body), metadata, _TIMEOUT_S)
+        request = program_pb2.DescribeGraphRequest(graph=source).SerializeToString()
+        answer, _ = await upstream.unary(_DESCRIBE.grpc_path, request, metadata, _READ_S)
+        facts_of = functools.partial(describe_model, digest=source.blob_sha256, size=len(body))
+        return await converters.run(caller, facts_of, answer)
     try:
         async with asyncio.timeout(_READ_S):
             serialized, digest, facts = await converters.run(caller, describe, body)
@@ -95,6 +108,17 @@ def describe(body: bytes) -> tuple[bytes, str, bytes]:
         raise Problem("INVALID_GRAPH", wrong.message) from None
     digest = hashlib.sha256(serialized).hexdigest()
     return serialized, digest, json_text.dump({"sha256": digest, **_facts(graph, serialized)})
+
+
+def describe_model(answer: bytes, digest: str, size: int) -> bytes:
+    """Returns, in JSON, what the page shows of a model from the bytes of a `DescribeGraphResponse`."""
+    described = program_pb2.DescribeGraphResponse.FromString(answer)
+    facts = _facts(graph_formats.read_graphdef(described.structure), described.structure)
+    names = {tensor: name for name, tensor in described.tensors.items()}
+    for item in facts["inputs"]:
+        item["name"] = names.get(item["name"], item["name"])
+    outputs = [names.get(name, name) for name in facts["outputs"]]
+    return json_text.dump({"sha256": digest, "format": "GRAPH_FORMAT_ONNX", **facts, "size": size, "outputs": outputs})
 
 
 def _check_size(serialized: bytes, field: str) -> None:

@@ -54,6 +54,7 @@ ROUTES = (
     Route("POST", "/v1/programs", "ProgramService/CompileProgram", body="json", may_compile=True),
     Route("GET", "/v1/programs/{name}", "ProgramService/GetProgram", prefix="programs/"),
     Route("DELETE", "/v1/programs/{name}", "ProgramService/DeleteProgram", prefix="programs/"),
+    Route("POST", "/v1/graphs:describe", "ProgramService/DescribeGraph", body="json", may_compile=True),
     Route("POST", "/v1/evaluate", "GradientService/Evaluate", body="json", may_compile=True),
     Route("GET", "/v1/status", "AdminService/GetServerStatus"),
     Route("POST", "/v1/blobs:findMissing", "BlobService/FindMissingBlobs", body="json"),

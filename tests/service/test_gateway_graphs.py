@@ -14,6 +14,7 @@ from gradrule.v1.graph_pb2 import Graph
 from tests.service.gateways import Answer, RunningGateway, read, running_gateway
 from tests.service.guarded import Guarded
 from tests.service.servers import RunningServer
+from tests.service.test_onnx_requests import X, simple
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,26 @@ def test_an_uploaded_graph_is_stored_and_described(gateway: RunningGateway) -> N
     assert not constant.tensor_content and not constant.float_val
     missing = gateway.post("/v1/blobs:findMissing", {"sha256": [found["sha256"]]})
     assert missing.json.get("missing", []) == []
+
+
+def test_an_uploaded_onnx_model_is_described_and_runs(gateway: RunningGateway) -> None:
+    data = simple()
+    answer = upload(gateway, data)
+    assert answer.status == 200, answer.body
+    found = answer.json
+    assert (found["format"], found["size"]) == ("GRAPH_FORMAT_ONNX", len(data))
+    assert found["inputs"] == [{"name": "/in", "dtype": "float32", "shape": [None, 4]}]
+    assert found["outputs"] == ["y:out"]
+    assert {"MatMul", "Relu"} <= set(found["ops"])
+    spec = {
+        "graph": {"blobSha256": found["sha256"], "format": found["format"]},
+        "vjp": {"ys": ["y:out"], "xs": ["/in"]},
+        "overrides": [{"selector": {"opType": "Relu"}, "rule": "ste"}],
+    }
+    drawn = gateway.post("/console/picture", {"structure": found["structure"], "request": {"spec": spec}})
+    assert drawn.status == 200, drawn.body
+    ran = gateway.post("/v1/evaluate", {"spec": spec, "feeds": {"/in": X.tolist()}})
+    assert ran.status == 200, ran.body
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ test.describe("what is asked", () => {
   const compared = (rule: string, params = "") => ({ rule, params });
 
   test("a form becomes a program", () => {
-    expect(programSpec("ab", FORM)).toEqual({
+    expect(programSpec({ sha256: "ab" }, FORM)).toEqual({
       graph: { blobSha256: "ab" },
       fetches: ["loss"],
       vjp: { ys: ["loss"], xs: ["x", "w"] },
@@ -319,7 +319,10 @@ test.describe("what is asked", () => {
         { selector: { scope: "block" }, rule: "atan", params: {} },
       ],
     });
-    expect(programSpec("ab", { ...FORM, ys: " " })).toEqual({ graph: { blobSha256: "ab" }, fetches: ["loss"] });
+    expect(programSpec({ sha256: "ab", format: "GRAPH_FORMAT_ONNX" }, { ...FORM, ys: " " })).toEqual({
+      graph: { blobSha256: "ab", format: "GRAPH_FORMAT_ONNX" },
+      fetches: ["loss"],
+    });
     expect(names(" a, b\nc,,")).toEqual(["a", "b", "c"]);
   });
 

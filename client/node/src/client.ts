@@ -8,8 +8,9 @@ import { createError } from "./errors.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
 import { RuleKind, RuleService } from "./gen/gradrule/v1/rule_pb.js";
 import type { AttrValue } from "./gen/gradrule/v1/graph_pb.js";
-import type { Graph } from "./graph.js";
+import { Graph } from "./graph.js";
 import { tensorNames } from "./handles.js";
+import type { OnnxModel } from "./onnx.js";
 import type { RuleRef } from "./overrides.js";
 import { PROGRAM_CALL_OPTIONS, Program, readExplanation } from "./program.js";
 import type { Explanation, ProgramCallOptions } from "./program.js";
@@ -189,14 +190,15 @@ export class Client {
     };
   }
 
-  /** Computes forward outputs and gradients of a graph in one call. */
-  async evaluate(graph: Graph, options: EvaluateOptions = {}): Promise<Evaluation> {
+  /** Computes forward outputs and gradients of a graph or an ONNX model in one call. */
+  async evaluate(graph: Graph | OnnxModel, options: EvaluateOptions = {}): Promise<Evaluation> {
     checkOptions(options, EVALUATE_OPTIONS, "evaluate");
-    const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, graph), graph);
-    const dtypeOf = (name: string) => graph.dtypeOf(name);
+    const built = graph instanceof Graph ? graph : undefined;
+    const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, built), built);
+    const dtypeOf = (name: string) => built?.dtypeOf(name);
     const request = {
       target: { case: "spec" as const, value: specMessage(graph, options, gradYs) },
-      feeds: feedMessages(options.feeds ?? {}, dtypeOf, graph),
+      feeds: feedMessages(options.feeds ?? {}, dtypeOf, built),
       gradYs: namedTensors(gradYs.values, dtypeOf, "gradYs"),
       params: callParams(options.params),
     };
@@ -204,17 +206,19 @@ export class Client {
   }
 
   /** Returns the rule of each node, the signature and all errors. Runs and stores nothing. */
-  async explain(graph: Graph, options: EvaluateOptions = {}): Promise<Explanation> {
+  async explain(graph: Graph | OnnxModel, options: EvaluateOptions = {}): Promise<Explanation> {
     checkOptions(options, EVALUATE_OPTIONS, "explain");
-    const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, graph), graph);
+    const built = graph instanceof Graph ? graph : undefined;
+    const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, built), built);
     const request = { spec: specMessage(graph, options, gradYs), validateOnly: true };
     return readExplanation(await this.#channel.unary(ProgramService.method.compileProgram, request, options));
   }
 
   /** Checks, compiles and stores a program. The server keeps it until it is deleted. */
-  async compile(graph: Graph, options: CompileOptions = {}): Promise<Program> {
+  async compile(graph: Graph | OnnxModel, options: CompileOptions = {}): Promise<Program> {
     checkOptions(options, COMPILE_OPTIONS, "compile");
-    const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, graph), graph);
+    const built = graph instanceof Graph ? graph : undefined;
+    const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, built), built);
     const [given] = gradYs.values;
     if (given) {
       throw createError(

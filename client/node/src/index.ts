@@ -21,6 +21,7 @@ export { Graph, load } from "./graph.js";
 export type { OpOptions } from "./graph.js";
 export { Output } from "./handles.js";
 export type { Name, Names } from "./handles.js";
+export { OnnxModel, loadOnnx } from "./onnx.js";
 export type {
   Conditions,
   Override,

@@ -8,11 +8,14 @@ import type { Reason } from "./errors.js";
 import type { ParamValuesSchema } from "./gen/gradrule/v1/evaluate_pb.js";
 import { Jit, NoGradient, UnconnectedGradients } from "./gen/gradrule/v1/program_pb.js";
 import type { ProgramSpecSchema } from "./gen/gradrule/v1/program_pb.js";
+import { GraphFormat } from "./gen/gradrule/v1/rule_pb.js";
+import type { GraphSourceSchema } from "./gen/gradrule/v1/rule_pb.js";
 import type { NamedTensorSchema } from "./gen/gradrule/v1/tensor_pb.js";
-import type { Graph } from "./graph.js";
+import { Graph } from "./graph.js";
 import { Output, tensorName, tensorNames } from "./handles.js";
 import type { Name, Names } from "./handles.js";
 import { withoutOutputZero } from "./names.js";
+import type { OnnxModel } from "./onnx.js";
 import { overrideMessages } from "./overrides.js";
 import type { Overrides } from "./overrides.js";
 import { paramValues } from "./rules.js";
@@ -149,10 +152,11 @@ function entriesOf<T>(
 
 /** Converts a program to a message. Throws UNKNOWN_TENSOR, INVALID_DERIVATIVE, INVALID_OVERRIDE, UNSUPPORTED. */
 export function specMessage(
-  graph: Graph,
+  model: Graph | OnnxModel,
   options: SpecOptions,
   { inGraph, values }: SplitGradYs,
 ): MessageInitShape<typeof ProgramSpecSchema> {
+  const graph = model instanceof Graph ? model : undefined;
   const vjp = {
     ys: tensorNames(options.ys, graph),
     xs: tensorNames(options.xs, graph),
@@ -163,9 +167,9 @@ export function specMessage(
   const parts = [vjp.ys, vjp.xs, vjp.gradYs, vjp.stopGradients, values];
   const differentiates = parts.some((part) => part.length > 0);
   // Without a derivative the server would refuse the overrides that the graph builder recorded.
-  const recorded = differentiates ? graph.nodeOverrides : [];
+  const recorded = (differentiates && graph?.nodeOverrides) || [];
   return {
-    graph: { source: { case: "serialized", value: graph.toBytes() } },
+    graph: sourceMessage(model),
     overrides: [
       ...overrideMessages(options.overrides ?? [], graph),
       ...overrideMessages(recorded).map((override) => ({ ...override, partOfGraph: true })),
@@ -177,6 +181,11 @@ export function specMessage(
     jit: choiceValue(options.jit ?? "off", JIT, "jit"),
     ...(options.batching === undefined ? {} : { batching: { axis: batchingAxis(options.batching) } }),
   };
+}
+
+function sourceMessage(model: Graph | OnnxModel): MessageInitShape<typeof GraphSourceSchema> {
+  if (model instanceof Graph) return { source: { case: "serialized", value: model.toBytes() } };
+  return { source: { case: "serialized", value: model.bytes }, format: GraphFormat.ONNX };
 }
 
 /** Returns the value of a choice. Throws an error with `reason` for an unknown one. */

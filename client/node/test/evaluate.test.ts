@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { fileURLToPath } from "node:url";
 import { test } from "node:test";
 
-import { Graph, Sparse, Tensor, connect, errors, load, tensor } from "../src/index.js";
+import { Graph, OnnxModel, Sparse, Tensor, connect, errors, load, loadOnnx, tensor } from "../src/index.js";
 import type { DType, Evaluation, TensorLike } from "../src/index.js";
 import { client as connected, freshName, target } from "./server.js";
 
@@ -41,6 +41,28 @@ test("Sign with a straight-through rule, by the builder's context", async () => 
   assert.match(result.digests.graph, /^[0-9a-f]{64}$/);
   assert.ok(result.timings.run > 0);
   assert.ok(result.device.length > 0);
+});
+
+test("an ONNX model, with the names of its values and operations", async () => {
+  // /h = in · [[1, -1], [2, 0.5]], y:out = relu(/h).
+  const model = await loadOnnx(fileURLToPath(new URL("../../test/data/relu.onnx", import.meta.url)));
+  const ask = { fetches: ["y:out", "/h"], ys: ["y:out"], xs: ["in", "w"] };
+  const result = await client.evaluate(model, {
+    ...ask,
+    feeds: { in: [[1, -2]] },
+    overrides: { Relu: { expression: "3 * dy" } },
+  });
+  assert.deepEqual(result.outputs["y:out"]?.toArray(), [[0, 0]]);
+  assert.deepEqual(result.outputs["/h"]?.toArray(), [[-3, -2]]);
+  assert.deepEqual(dense(result, "in").toArray(), [[0, 7.5]]);
+  assert.deepEqual(dense(result, "w").toArray(), [
+    [3, 3],
+    [-6, -6],
+  ]);
+  const program = await client.compile(model, ask);
+  const called = await program.evaluate({ in: [[1, 0]] });
+  assert.deepEqual(called.outputs["y:out"]?.toArray(), [[1, 0]]);
+  await assert.rejects(client.evaluate(new OnnxModel(model.bytes.subarray(0, 20)), ask), errors.InvalidGraphError);
 });
 
 test("Floor with the gradient of Identity, as TensorFlow's documentation has it", async () => {

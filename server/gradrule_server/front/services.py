@@ -126,6 +126,7 @@ class ProgramServicer:
             "GetProgram": (program_pb2.GetProgramRequest, self.get),
             "ListPrograms": (program_pb2.ListProgramsRequest, self.list),
             "DeleteProgram": (program_pb2.DeleteProgramRequest, self.delete),
+            "DescribeGraph": (None, self.describe_graph),
         }
 
     async def compile(
@@ -151,6 +152,10 @@ class ProgramServicer:
     async def delete(self, call: Call[program_pb2.DeleteProgramRequest]) -> program_pb2.DeleteProgramResponse:
         await call.tenant.program_service.stored.delete(call.request.name)
         return program_pb2.DeleteProgramResponse()
+
+    async def describe_graph(self, call: Call[Empty]) -> bytes:
+        # The request has the field of a ProgramSpec that has the graph.
+        return await call.tenant.program_service.preparer.describe_graph(call.raw, call.ends_at)
 
 
 class GradientServicer:

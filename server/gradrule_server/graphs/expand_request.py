@@ -114,17 +114,24 @@ _SHOWN = 10
 class TensorNames:
     """Looks up tensors of a graph's top level by name."""
 
-    def __init__(self, top: Body, findings: Findings, aliases: Mapping[str, str] | None = None) -> None:
-        """`aliases`: node names by alias."""
+    def __init__(
+        self,
+        top: Body,
+        findings: Findings,
+        aliases: Mapping[str, str] | None = None,
+        tensors: Mapping[str, str] | None = None,
+    ) -> None:
+        """`aliases`: node names by alias. `tensors`: names of tensors by their names in the model's own format."""
         self._top = top
         self._findings = findings
+        self._tensors = tensors or {}
         self.index = {node.name: position for position, node in enumerate(top.nodes)}
         for alias, name in (aliases or {}).items():
             self.index.setdefault(alias, self.index[name])
 
     def look_up(self, text: str) -> Ref | None:
         """Returns the tensor; None if there is none."""
-        name, output = parse_tensor_name(text) or ("", 0)
+        name, output = parse_tensor_name(self._tensors.get(text, text)) or ("", 0)
         position = self.index.get(name)
         if position is None:
             return None
@@ -134,7 +141,7 @@ class TensorNames:
     def find(self, text: str, field: str, *, is_feed: bool = False) -> Ref | None:
         """Returns the tensor; None after adding a finding. `field`: the request field with the name."""
         reason = Reason.ERROR_REASON_UNKNOWN_FEED if is_feed else Reason.ERROR_REASON_UNKNOWN_TENSOR
-        parsed = parse_tensor_name(text)
+        parsed = parse_tensor_name(self._tensors.get(text, text))
         if parsed is None:
             what = "an operation, not a tensor" if text.startswith("^") else "not the name of a tensor"
             self._findings.add(reason, f"{quote(text)} is {what}; write 'node' or 'node:output'.", field=field)
@@ -172,7 +179,7 @@ class TensorNames:
             node = self._top.nodes[position]
             what = "loop or branch" if node.op in CONTAINERS else "function call"
             return f" Tensors inside the {what} {quote(node.name)} cannot be requested; its outputs can."
-        return self._findings.suggest_similar(name, self.index)
+        return self._findings.suggest_similar(name, [*self.index, *self._tensors])
 
 
 def find_requested(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:

@@ -65,10 +65,14 @@ class ReadGraph:
     Args:
         graph: The graph.
         contents: The values of its moved constants.
+        tensors: Names of tensors by their names in the format from which the graph was converted.
     """
 
-    def __init__(self, graph: Graph, contents: Contents | None = None) -> None:
+    def __init__(
+        self, graph: Graph, contents: Contents | None = None, tensors: Mapping[str, str] | None = None
+    ) -> None:
         self.graph = graph
+        self.tensors = tensors or {}
         self.contents = contents or Contents()
         self._checked: _CheckedGraph | None = None
 
@@ -173,7 +177,7 @@ class _Expansion:
     def _find_tensors(self) -> None:
         """Finds the tensors that the request names, in the uploaded graph."""
         aliases = {alias: item.name for alias, item in self._variables.names.items()}
-        self._names = TensorNames(self._top, self._findings, aliases)
+        self._names = TensorNames(self._top, self._findings, aliases, self._source.tensors)
         self._requested = find_requested(self._request, self._names)
         self._fed = find_fed(self._request, self._names, self._findings)
         self._selected = find_selected(self._request.overrides, self._names)
@@ -323,7 +327,8 @@ class _Expansion:
             inputs=inputs,
             input_aliases={
                 alias: item.name for item in self._variables.all() for alias in item.aliases if item.name in fed
-            },
+            }
+            | {alias: name for alias, name in self._source.tensors.items() if name in fed},
             constants=constants,
             tensor_names={name: tensor_name(body, moved[ref]) for name, ref in self._requested.items() if ref in moved},
             dtypes=self._dtypes,

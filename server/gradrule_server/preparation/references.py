@@ -20,6 +20,7 @@ from gradrule_server.link.messages import error_from_fault
 from gradrule_server.link.operating_system import HeapTrimmer
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_blob_name, missing_blobs, value_fault
+from gradrule_server.preparation import onnx_models
 from gradrule_server.rules import RuleContent
 from gradrule_server.rules.catalogue import BUILTINS
 from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
@@ -268,11 +269,11 @@ class GraphReader:
     def __init__(self, *, moves_constants: bool = True) -> None:
         self._moves_constants = moves_constants
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, Limits], LoadedGraph] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bool, Limits], LoadedGraph] = OrderedDict()
 
     def load(self, spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> LoadedGraph:
-        """Returns the graph of a spec. Raises BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
-        source = spec.graph.WhichOneof("source")
+        """Returns the graph of a spec. Raises BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH, UNSUPPORTED."""
+        source, is_onnx = spec.graph.WhichOneof("source"), onnx_models.is_onnx(spec.graph)
         data = b""
         if source == "blob_sha256":
             digest = spec.graph.blob_sha256
@@ -292,25 +293,27 @@ class GraphReader:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
         if source != "blob_sha256":
             digest = hashlib.sha256(data).hexdigest()
+        key = digest, is_onnx, limits
         with self._lock:
-            found = self._known.pop((digest, limits), None)
+            found = self._known.pop(key, None)
         if found is None:
             # A blob is passed on without a reference here, so that its bytes are freed once they are parsed.
-            found = self._read(store.read(digest) if source == "blob_sha256" else data, digest, limits)
+            found = self._read(store.read(digest) if source == "blob_sha256" else data, digest, is_onnx, limits)
         with self._lock:
-            self._known[digest, limits] = found
+            self._known[key] = found
             self._drop_surplus()
         return found
 
-    def _read(self, data: bytes, digest: str, limits: Limits) -> LoadedGraph:
-        graph, contents = graphs.parse(data, limits), graphs.Contents()
+    def _read(self, data: bytes, digest: str, is_onnx: bool, limits: Limits) -> LoadedGraph:
+        graph, tensors = onnx_models.to_graph(data, limits) if is_onnx else (graphs.parse(data, limits), {})
+        contents = graphs.Contents()
         del data
         likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
         if self._moves_constants:
             graph = graphs.move_constants(graph, limits, contents)
             # A worker that has grown is replaced, and would forget its graphs.
             HeapTrimmer().trim(0.0)
-        return LoadedGraph(graphs.ReadGraph(graph, contents), digest, likeness, graph.ByteSize())
+        return LoadedGraph(graphs.ReadGraph(graph, contents, tensors), digest, likeness, graph.ByteSize())
 
     def _drop_surplus(self) -> None:
         """Drops the graphs that were used least recently; the last one stays."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from gradrule.common.structural import without_values
 from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, error
@@ -77,6 +78,12 @@ class PreparationService:
                 return b"".join([_LENGTH.pack(len(prepared)), prepared, large])
             case "variables":
                 reply = _list_variables(request.variables.spec, limits, blobs, self._reader)
+            case "describe":
+                spec = _parse(request.describe, program_pb2.ProgramSpec, limits)
+                read = self._reader.load(spec, limits, blobs).graph
+                reply = program_pb2.DescribeGraphResponse(
+                    structure=without_values(read.graph).SerializeToString(), tensors=read.tensors
+                )
             case "rule":
                 reply = link_pb2.CheckedRule(definition=_check_rule(request.rule, limits))
             case "sample":

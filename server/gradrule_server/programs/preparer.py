@@ -167,6 +167,11 @@ class Preparer:
         questions = _WorkerQuestions(self._blobs)
         return await self._run_task(task, _digest_of_graph(spec), questions, ends_at, _read_variables)
 
+    async def describe_graph(self, spec: bytes, ends_at: float) -> bytes:
+        """Returns the bytes of a `DescribeGraphResponse`. `spec`: Bytes of a `ProgramSpec`."""
+        task = link_pb2.PrepareRequest(describe=spec)
+        return await self._run_task(task, _digest_of_graph(spec), _WorkerQuestions(self._blobs), ends_at, bytes)
+
     async def rule(self, definition: rule_pb2.RuleDefinition, ends_at: float) -> rule_pb2.RuleDefinition:
         """Checks a rule that is a graph, and returns it with its graph as bytes."""
         task = link_pb2.PrepareRequest(rule=definition)

@@ -363,6 +363,8 @@ def _without_graph(spec: program_pb2.ProgramSpec) -> bytes:
     rest = program_pb2.ProgramSpec()
     rest.CopyFrom(spec)
     rest.ClearField("graph")
+    if spec.graph.format:
+        rest.graph.format = spec.graph.format
     return rest.SerializeToString(deterministic=True)
 
 

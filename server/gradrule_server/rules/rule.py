@@ -265,6 +265,10 @@ def _is_code(name: str) -> bool:
 
 
 def _graph_bytes(source: rule_pb2.GraphSource, bounds: NodeLimits | None) -> bytes:
+    if source.format not in (rule_pb2.GRAPH_FORMAT_UNSPECIFIED, rule_pb2.GRAPH_FORMAT_GRAPH_DEF):
+        raise error(
+            errors_pb2.ERROR_REASON_UNSUPPORTED, "a rule's graph must be a GraphDef", field="definition.graph.format"
+        )
     match source.WhichOneof("source"):
         case "blob_sha256":
             raise error(

@@ -11,7 +11,7 @@ export interface LoadedGraph {
   facts: GraphFacts;
 }
 
-/** Stores a graph on the server: bytes of a GraphDef, protobuf text or protobuf JSON. */
+/** Stores a graph on the server: bytes of a GraphDef, protobuf text, protobuf JSON, or an ONNX model. */
 export async function uploadGraph(name: string, data: Blob, signal?: AbortSignal): Promise<LoadedGraph> {
   const headers: Record<string, string> = { "Content-Type": "application/octet-stream" };
   const token = bearerToken();

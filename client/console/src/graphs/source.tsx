@@ -47,15 +47,16 @@ export function Source({ onGraph, onProgram }: SourceProps) {
         <section class="card stack" aria-label="Your graph">
           <h2>Use your graph</h2>
           <p class="muted">
-            A TensorFlow GraphDef: <code>.pb</code>, <code>.pbtxt</code> or <code>.json</code>. Choose a file, drop it
-            on this page, or paste text. In Python, <code>graph.save("graph.pb")</code> writes such a file.
+            A TensorFlow GraphDef: <code>.pb</code>, <code>.pbtxt</code> or <code>.json</code>; or an ONNX model:{" "}
+            <code>.onnx</code>. Choose a file, drop it on this page, or paste text. In Python,{" "}
+            <code>graph.save("graph.pb")</code> writes such a file.
           </p>
           <label class="field">
             <span>File</span>
             <input
               class="input"
               type="file"
-              accept=".pb,.pbtxt,.json,.txt"
+              accept=".pb,.onnx,.pbtxt,.json,.txt"
               disabled={busy}
               onChange={(event) => {
                 const file = event.currentTarget.files?.[0];

@@ -57,7 +57,10 @@ export function completeRows(rows: OverrideRow[]): OverrideRow[] {
 }
 
 /** Returns ProgramSpec in the gateway's JSON. Throws an Error for params that cannot be read. */
-export function programSpec(sha256: string, form: SpecForm): Record<string, unknown> {
+export function programSpec(
+  { sha256, format }: Pick<GraphFacts, "sha256" | "format">,
+  form: SpecForm,
+): Record<string, unknown> {
   const ys = names(form.ys);
   const overrides = completeRows(form.overrides).map(({ kind, value, rule, params }) => ({
     selector: { [kind]: value },
@@ -65,7 +68,7 @@ export function programSpec(sha256: string, form: SpecForm): Record<string, unkn
     params: parseParams(params),
   }));
   return {
-    graph: { blobSha256: sha256 },
+    graph: { blobSha256: sha256, ...(format ? { format } : {}) },
     fetches: names(form.fetches),
     ...(ys.length ? { vjp: { ys, xs: names(form.xs) }, overrides } : {}),
   };

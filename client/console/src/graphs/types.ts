@@ -27,6 +27,8 @@ export interface TensorSpec {
 /** What the gateway tells about an uploaded graph. */
 export interface GraphFacts {
   sha256: string;
+  /** Format of the uploaded bytes, if they are no GraphDef. */
+  format?: "GRAPH_FORMAT_ONNX";
   size: number;
   /** Number of all nodes. */
   nodeCount: number;

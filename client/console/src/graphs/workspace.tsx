@@ -30,7 +30,7 @@ export function Workspace({ graph, example }: { graph: LoadedGraph; example?: Ex
     const timer = setTimeout(
       () => {
         Promise.resolve()
-          .then(() => explain(graph, programSpec(graph.facts.sha256, form), cancel.signal))
+          .then(() => explain(graph, programSpec(graph.facts, form), cancel.signal))
           .then((answer) => {
             setPicture(answer);
             setError(undefined);
@@ -157,7 +157,7 @@ function Run({ graph, form, example, inputs, ready }: RunProps) {
       const values = valuesOf(inputs, feeds);
       const asked = columns(form, rules, plain).map(({ title, form }) => ({
         title,
-        spec: programSpec(graph.facts.sha256, form),
+        spec: programSpec(graph.facts, form),
       }));
       const results = await Promise.all(
         asked.map(({ title, spec }) =>
@@ -225,7 +225,7 @@ function Run({ graph, form, example, inputs, ready }: RunProps) {
             type="button"
             disabled={busy || !ready}
             onClick={() => {
-              storeProgram(graph, programSpec(graph.facts.sha256, form)).then(setStored, setError);
+              storeProgram(graph, programSpec(graph.facts, form)).then(setStored, setError);
             }}
           >
             Store as program

@@ -49,12 +49,15 @@ class ConvertedModel:
         variables: Values of its variables by the names of their nodes.
         non_trainable: Names of the variables that are not trained by default.
         aliases: Further names of tensors: the model's outputs, and inputs whose names no node can have.
+        names: Names of tensors by the model's names of values at its top level. Of images in the middle of the graph, the
+            tensors have their channels last.
     """
 
     message: graph_pb2.Graph
     variables: dict[str, np.ndarray[Any, Any]]
     non_trainable: set[str]
     aliases: dict[str, str]
+    names: dict[str, str]
 
 
 def from_onnx(source: bytes | str | os.PathLike[str]) -> Graph:
@@ -155,7 +158,8 @@ class _Conversion:
             results[item.name] = handle
         if self.refused:
             return None
-        return _named(model.graph, self.results, results, inputs)
+        values = {name: found.value.handle for name, found in body.tensors.items() if found.value is not None}
+        return _named(model.graph, self.results, results, inputs, values | results)
 
     def refuse(self, node: str, text: str) -> None:
         """Records what cannot be converted."""
@@ -372,7 +376,11 @@ def _info(kind: onnx.TypeProto) -> Info:
 
 
 def _named(
-    graph: Graph, nodes: Mapping[str, str], results: Mapping[str, TensorHandle], inputs: Mapping[str, str]
+    graph: Graph,
+    nodes: Mapping[str, str],
+    results: Mapping[str, TensorHandle],
+    inputs: Mapping[str, str],
+    values: Mapping[str, TensorHandle],
 ) -> ConvertedModel:
     """Returns the graph in which the node that an ONNX node became has its name.
 
@@ -381,6 +389,7 @@ def _named(
         nodes: Names of the tensors that ONNX nodes became, by their paths.
         results: The outputs by their names.
         inputs: The names of the inputs' tensors by their names.
+        values: All values of the model, except known ones, by their names.
     """
     ops = {node.name: node for node in graph.messages()}
     renamed: dict[str, str] = {}
@@ -404,4 +413,5 @@ def _named(
         node.input[:] = [new(text) for text in node.input]
     aliases = {name: new(handle.name) for name, handle in results.items()}
     aliases |= {name: tensor for name, tensor in inputs.items() if name != tensor}
-    return ConvertedModel(message, dict(graph.variables), set(graph.non_trainable), aliases)
+    names = {name: new(handle.name) for name, handle in values.items()}
+    return ConvertedModel(message, dict(graph.variables), set(graph.non_trainable), aliases, names)

@@ -799,3 +799,66 @@ class DeleteProgramResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___DeleteProgramResponse = DeleteProgramResponse
+
+@typing.final
+class DescribeGraphRequest(google.protobuf.message.Message):
+    """Request to describe a graph."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GRAPH_FIELD_NUMBER: builtins.int
+    @property
+    def graph(self) -> gradrule.v1.rule_pb2.GraphSource:
+        """The graph or the model."""
+
+    def __init__(
+        self,
+        *,
+        graph: gradrule.v1.rule_pb2.GraphSource | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["graph", b"graph"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["graph", b"graph"]) -> None: ...
+
+global___DescribeGraphRequest = DescribeGraphRequest
+
+@typing.final
+class DescribeGraphResponse(google.protobuf.message.Message):
+    """Description of a graph."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class TensorsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    STRUCTURE_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    structure: builtins.bytes
+    """The bytes of a GraphDef with all nodes and functions, to be shown to people: tensors in attributes have a type and a shape, but no
+    values.
+    """
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Names of tensors of the graph by the names of values in the model from which it was made. Requests may use both."""
+
+    def __init__(
+        self,
+        *,
+        structure: builtins.bytes = ...,
+        tensors: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["structure", b"structure", "tensors", b"tensors"]) -> None: ...
+
+global___DescribeGraphResponse = DescribeGraphResponse

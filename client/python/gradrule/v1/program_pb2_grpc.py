@@ -55,6 +55,11 @@ class ProgramServiceStub(object):
                 request_serializer=gradrule_dot_v1_dot_program__pb2.DeleteProgramRequest.SerializeToString,
                 response_deserializer=gradrule_dot_v1_dot_program__pb2.DeleteProgramResponse.FromString,
                 _registered_method=True)
+        self.DescribeGraph = channel.unary_unary(
+                '/gradrule.v1.ProgramService/DescribeGraph',
+                request_serializer=gradrule_dot_v1_dot_program__pb2.DescribeGraphRequest.SerializeToString,
+                response_deserializer=gradrule_dot_v1_dot_program__pb2.DescribeGraphResponse.FromString,
+                _registered_method=True)
 
 
 class ProgramServiceServicer(object):
@@ -90,6 +95,13 @@ class ProgramServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeGraph(self, request, context):
+        """Returns the nodes of a graph, or of the graph that the server makes of a model in another format. Fails with errors about graphs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ProgramServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_ProgramServiceServicer_to_server(servicer, server):
                     servicer.DeleteProgram,
                     request_deserializer=gradrule_dot_v1_dot_program__pb2.DeleteProgramRequest.FromString,
                     response_serializer=gradrule_dot_v1_dot_program__pb2.DeleteProgramResponse.SerializeToString,
+            ),
+            'DescribeGraph': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeGraph,
+                    request_deserializer=gradrule_dot_v1_dot_program__pb2.DescribeGraphRequest.FromString,
+                    response_serializer=gradrule_dot_v1_dot_program__pb2.DescribeGraphResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class ProgramService(object):
             '/gradrule.v1.ProgramService/DeleteProgram',
             gradrule_dot_v1_dot_program__pb2.DeleteProgramRequest.SerializeToString,
             gradrule_dot_v1_dot_program__pb2.DeleteProgramResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeGraph(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradrule.v1.ProgramService/DescribeGraph',
+            gradrule_dot_v1_dot_program__pb2.DescribeGraphRequest.SerializeToString,
+            gradrule_dot_v1_dot_program__pb2.DescribeGraphResponse.FromString,
             options,
             channel_credentials,
             insecure,

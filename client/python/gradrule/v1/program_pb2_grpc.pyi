@@ -47,6 +47,12 @@ class ProgramServiceStub:
     ]
     """Deletes a program. Fails with PROGRAM_NOT_FOUND."""
 
+    DescribeGraph: grpc.UnaryUnaryMultiCallable[
+        gradrule.v1.program_pb2.DescribeGraphRequest,
+        gradrule.v1.program_pb2.DescribeGraphResponse,
+    ]
+    """Returns the nodes of a graph, or of the graph that the server makes of a model in another format. Fails with errors about graphs."""
+
 class ProgramServiceAsyncStub:
     """Manages stored programs. The server keeps them until they are deleted."""
 
@@ -75,6 +81,12 @@ class ProgramServiceAsyncStub:
         gradrule.v1.program_pb2.DeleteProgramResponse,
     ]
     """Deletes a program. Fails with PROGRAM_NOT_FOUND."""
+
+    DescribeGraph: grpc.aio.UnaryUnaryMultiCallable[
+        gradrule.v1.program_pb2.DescribeGraphRequest,
+        gradrule.v1.program_pb2.DescribeGraphResponse,
+    ]
+    """Returns the nodes of a graph, or of the graph that the server makes of a model in another format. Fails with errors about graphs."""
 
 class ProgramServiceServicer(metaclass=abc.ABCMeta):
     """Manages stored programs. The server keeps them until they are deleted."""
@@ -112,5 +124,13 @@ class ProgramServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[gradrule.v1.program_pb2.DeleteProgramResponse, collections.abc.Awaitable[gradrule.v1.program_pb2.DeleteProgramResponse]]:
         """Deletes a program. Fails with PROGRAM_NOT_FOUND."""
+
+    @abc.abstractmethod
+    def DescribeGraph(
+        self,
+        request: gradrule.v1.program_pb2.DescribeGraphRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gradrule.v1.program_pb2.DescribeGraphResponse, collections.abc.Awaitable[gradrule.v1.program_pb2.DescribeGraphResponse]]:
+        """Returns the nodes of a graph, or of the graph that the server makes of a model in another format. Fails with errors about graphs."""
 
 def add_ProgramServiceServicer_to_server(servicer: ProgramServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

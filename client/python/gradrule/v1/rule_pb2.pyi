@@ -50,6 +50,36 @@ RULE_KIND_USER: RuleKind.ValueType  # 3
 """A rule that a client registered."""
 global___RuleKind = RuleKind
 
+class _GraphFormat:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _GraphFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_GraphFormat.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    GRAPH_FORMAT_UNSPECIFIED: _GraphFormat.ValueType  # 0
+    """The default: a GraphDef."""
+    GRAPH_FORMAT_GRAPH_DEF: _GraphFormat.ValueType  # 1
+    """A GraphDef of TensorFlow."""
+    GRAPH_FORMAT_ONNX: _GraphFormat.ValueType  # 2
+    """A model of ONNX in one file, without external data. The server converts it to a graph; docs/reference/onnx.md lists the operations.
+    Initialisers are variables with initial values. Wherever a request names a tensor, the model's names of values are valid too.
+    INVALID_GRAPH if the bytes are no valid model; UNSUPPORTED lists all operations that cannot be converted.
+    """
+
+class GraphFormat(_GraphFormat, metaclass=_GraphFormatEnumTypeWrapper):
+    """Format of a serialized graph."""
+
+GRAPH_FORMAT_UNSPECIFIED: GraphFormat.ValueType  # 0
+"""The default: a GraphDef."""
+GRAPH_FORMAT_GRAPH_DEF: GraphFormat.ValueType  # 1
+"""A GraphDef of TensorFlow."""
+GRAPH_FORMAT_ONNX: GraphFormat.ValueType  # 2
+"""A model of ONNX in one file, without external data. The server converts it to a graph; docs/reference/onnx.md lists the operations.
+Initialisers are variables with initial values. Wherever a request names a tensor, the model's names of values are valid too.
+INVALID_GRAPH if the bytes are no valid model; UNSUPPORTED lists all operations that cannot be converted.
+"""
+global___GraphFormat = GraphFormat
+
 @typing.final
 class GraphSource(google.protobuf.message.Message):
     """A graph, in one of several forms."""
@@ -59,12 +89,17 @@ class GraphSource(google.protobuf.message.Message):
     INLINE_GRAPH_FIELD_NUMBER: builtins.int
     SERIALIZED_FIELD_NUMBER: builtins.int
     BLOB_SHA256_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
     serialized: builtins.bytes
     """The serialized graph: the bytes of a GraphDef. Faster than inline_graph, because the server recognizes known bytes without
     parsing them. INVALID_GRAPH if the bytes are not a graph.
     """
     blob_sha256: builtins.str
     """SHA-256 (hexadecimal) of a blob that holds the serialized graph. BLOB_NOT_FOUND if the server does not have the blob."""
+    format: global___GraphFormat.ValueType
+    """Format of serialized, or of the bytes in the blob. MALFORMED_REQUEST if it is set for inline_graph or unknown; UNSUPPORTED for
+    the graphs of rules, unless it is GRAPH_DEF.
+    """
     @property
     def inline_graph(self) -> gradrule.v1.graph_pb2.Graph:
         """The graph as a message. Its digest is the hash of its deterministic serialization."""
@@ -75,9 +110,10 @@ class GraphSource(google.protobuf.message.Message):
         inline_graph: gradrule.v1.graph_pb2.Graph | None = ...,
         serialized: builtins.bytes = ...,
         blob_sha256: builtins.str = ...,
+        format: global___GraphFormat.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline_graph", b"inline_graph", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline_graph", b"inline_graph", "serialized", b"serialized", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "format", b"format", "inline_graph", b"inline_graph", "serialized", b"serialized", "source", b"source"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline_graph", "serialized", "blob_sha256"] | None: ...
 
 global___GraphSource = GraphSource

@@ -1445,11 +1445,16 @@ class PrepareRequest(google.protobuf.message.Message):
     VARIABLES_FIELD_NUMBER: builtins.int
     RULE_FIELD_NUMBER: builtins.int
     SAMPLE_FIELD_NUMBER: builtins.int
+    DESCRIBE_FIELD_NUMBER: builtins.int
     blob_folder: builtins.str
     """Folder of the caller's blobs, relative to the blob folder of the process; empty: that folder itself."""
     sample: builtins.bytes
     """Builds the call that samples a rule, from the bytes of a `gradrule.v1.SampleRuleRequest` → the bytes of a
     `gradrule.v1.EvaluateRequest`.
+    """
+    describe: builtins.bytes
+    """Describes a graph, from the bytes of a `gradrule.v1.ProgramSpec`, of which only the graph is read → the bytes of a
+    `gradrule.v1.DescribeGraphResponse`.
     """
     @property
     def limits(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
@@ -1478,10 +1483,11 @@ class PrepareRequest(google.protobuf.message.Message):
         variables: global___VariablesTask | None = ...,
         rule: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
         sample: builtins.bytes = ...,
+        describe: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["task", b"task"]) -> typing.Literal["program", "variables", "rule", "sample"] | None: ...
+    def HasField(self, field_name: typing.Literal["describe", b"describe", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "describe", b"describe", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["task", b"task"]) -> typing.Literal["program", "variables", "rule", "sample", "describe"] | None: ...
 
 global___PrepareRequest = PrepareRequest
 
