@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def huge_initialiser() -> bytes:
     return data
 
 
-BOMBS = {
+BOMBS: dict[str, Callable[[], bytes]] = {
     "ConstantOfShape": lambda: large(
         constant("n", 100_000, 100_000), helper.make_node("ConstantOfShape", ["n"], ["h"])
     ),

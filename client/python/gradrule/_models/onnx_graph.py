@@ -49,8 +49,8 @@ class ConvertedModel:
         variables: Values of its variables by the names of their nodes.
         non_trainable: Names of the variables that are not trained by default.
         aliases: Further names of tensors: the model's outputs, and inputs whose names no node can have.
-        names: Names of tensors by the model's names of values at its top level. Of images in the middle of the graph, the
-            tensors have their channels last.
+        names: Names of tensors by the names of values at the model's top level. Images in the middle of the graph have
+            their channels last.
     """
 
     message: graph_pb2.Graph
