@@ -354,8 +354,8 @@ def interpolation(
         length = count if length is None else length
         position = index * (size - 1) / (length - 1) if count > 1 else index * 0.0
     elif coordinates == "half_pixel_symmetric":
-        centre = size / 2 * (1 - count / (scale * size))
-        position = centre + (index + 0.5) / scale - 0.5
+        ratio = count / size if scale is None else scale
+        position = size / 2 * (1 - count / (ratio * size)) + (index + 0.5) / ratio - 0.5
     elif coordinates == "asymmetric":
         position = index * size / count if scale is None else index / scale
     elif coordinates == "half_pixel" or (coordinates == "pytorch_half_pixel" and count > 1):
