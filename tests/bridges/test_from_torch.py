@@ -86,7 +86,8 @@ def test_network_equals_torch(client: Any, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(torch_networks.NETWORKS) - {"Volumes"}))
 def test_network_equals_torch_in_float64(client: Any, name: str) -> None:
     module, images = torch_networks.build(name, torch.float64)
-    check_against_torch(client, module, (images,), tolerance=1e-10)
+    # PyTorch's gradient of hardsigmoid multiplies by 1/6 in float32.
+    check_against_torch(client, module, (images,), tolerance=1e-7 if name == "MobileNetV3" else 1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
