@@ -22,6 +22,8 @@ from gradrule.v1 import (
     program_pb2_grpc,
     rule_pb2,
     rule_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
 )
 from tests.service import raw
 from tests.service.answers import assert_close, keeps_engine, refused_raw
@@ -229,6 +231,31 @@ def test_a_hostile_model_costs_one_request(channel: grpc.Channel, name: str) -> 
     with pytest.raises(grpc.RpcError) as refusal:
         raw.evaluate(channel, request(BOMBS[name](), vjp=program_pb2.Vjp()), timeout=60)
     assert refusal.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def test_a_session_trains_the_initialisers_of_a_model(channel: grpc.Channel) -> None:
+    data = model(
+        helper.make_node("MatMul", ["/in", "w"], ["h"]),
+        helper.make_node("ReduceMean", ["h"], ["y:out"], keepdims=1),
+    )
+    start = session_pb2.StartSession(graph=request(data).spec.graph)
+    step = session_pb2.StepRequest(
+        feeds=raw.feeds({"/in": tensor_codec.to_message(X)}),
+        loss="y:out",
+        fetches=["y:out"],
+        optimizer=session_pb2.Optimizer(name="SGD", settings={"learning_rate": 0.5}),
+    )
+    requests = [
+        session_pb2.RunSessionRequest(start=start),
+        session_pb2.RunSessionRequest(step=step),
+        session_pb2.RunSessionRequest(read=session_pb2.ReadRequest(variables=["w"])),
+    ]
+    stub = session_pb2_grpc.SessionServiceStub(channel)
+    started, stepped, read = stub.RunSession(iter(requests), timeout=120)
+    assert [item.name for item in started.started.variables] == ["w"]
+    assert_close(values(stepped.step.outputs)["y:out"], np.mean(X @ WEIGHT, keepdims=True))
+    gradient = np.repeat(X.sum(0)[:, None], 3, axis=1) / 6
+    assert_close(values(read.read.variables)["w"], WEIGHT - 0.5 * gradient)
 
 
 def test_the_format_belongs_to_bytes(channel: grpc.Channel) -> None:
