@@ -223,7 +223,7 @@ def test_calls_on_the_engine_of_an_overrunning_call_are_run_again(server: Runnin
     with futures.ThreadPoolExecutor() as pool:
         hangs = pool.submit(p.evaluate, {"x": loop_graphs.ENDLESS}, timeout=1.0)
         time.sleep(0.8)
-        beside = [pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=60.0) for _ in range(3)]
+        beside = [pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=250.0) for _ in range(3)]
         with refused("DEADLINE_EXCEEDED"):
             hangs.result()
         wait_until(lambda: any(has_ended(pid) for pid in pids) or None, "the end of the engine")
