@@ -57,6 +57,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "scaled elu": (lambda x: functional.elu(x, 2.0), "elu.*alpha"),
     "bits": (lambda x: x.to(torch.int32) & 3, "bitwise_and|__and__"),
     "data-dependent branch": (lambda x: x if x.sum() > 0 else -x, "torch.export cannot trace"),
+    "threshold of softplus": (lambda x: functional.softplus(x, 1, 2), "softplus.*threshold"),
+    "indices of maxima": (lambda x: functional.max_pool2d(x, 2, return_indices=True), "output_1"),
+    "computing with these": (
+        lambda x: functional.max_pool2d(x, 2, return_indices=True)[1].float(),
+        "cannot be converted",
+    ),
+    "numbers as results": (lambda x: (x + 1, 3), "output_1"),
+    "the name of an input": (lambda x: {"x": x + 1}, "name of an input"),
+    "variance of one number": (lambda x: x[:, :1].var(1), "var"),
+    "pixel shuffle without batch": (lambda x: functional.pixel_shuffle(x[0].repeat(4, 1, 1), 2), "pixel_shuffle"),
+    "view as another type": (lambda x: x.view(torch.int64), "view"),
     "detach_": (lambda x: x.clone().detach_() * x, "detach_"),
 }
 
@@ -123,6 +134,17 @@ EQUAL: dict[str, Callable[..., Any]] = {
     "hard": lambda x: functional.hardswish(x) + functional.hardtanh(x, -0.5, 0.7),
     "prelu": lambda x: functional.prelu(x, torch.tensor([0.1, 0.2, 0.3], dtype=x.dtype)),
     "shuffle": lambda x: functional.pixel_shuffle(torch.cat([x, x, x, x], 1), 2),
+    "rounded quotient": lambda x: x * (torch.tensor([1.0, 2, 3, -1], dtype=x.dtype) // 0.1 + 7 // (x.detach() + 9)),
+    "no axes": lambda x: torch.flip(x, []) + torch.squeeze(x[:, :1], ()),
+    "steps of a fraction": lambda x: x + torch.arange(1, 1.3, 0.1),
+    "scale of zero": lambda x: functional.scaled_dot_product_attention(x, x, x, scale=0.0),
+    "numbers as mask": lambda x: functional.scaled_dot_product_attention(
+        x, x, x, torch.where((x > -1).any(1, keepdim=True), x.detach().mean(), -torch.inf)
+    ),
+    "infinite numbers": lambda x: (x / 0.0 >= torch.inf).double() + (x / 0.0 > x.abs() / 0.0).double() + x,
+    "norm of zeros": lambda x: torch.linalg.vector_norm(x * torch.tensor([0.0, 1, 1, 1]), dim=(1, 2)),
+    "many nearest": lambda x: functional.interpolate(x[..., :2], size=(3, 82)).cumsum(-1),
+    "exact nearest": lambda x: functional.interpolate(x[..., :2], size=(3, 49), mode="nearest-exact").cumsum(-1),
     "where": lambda x: torch.where(x > 0, x, 0.5).masked_fill(x < -1, 2.0) + torch.maximum(x, torch.zeros(())),
 }
 
@@ -138,6 +160,24 @@ def test_batch_is_fixed_where_the_module_needs_it(client: Any) -> None:
     module = Call(lambda x: x * torch.ones(2, 3, 4, 4))
     graph = check_against_torch(client, module, (_images(),), tolerance=1e-10)
     assert graph.inputs["x"].shape == (2, 3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [
+        (lambda x: x.squeeze(0).sum(0), 1),
+        (lambda x: x.squeeze(0).sum(0), 4),
+        (lambda x: x.squeeze().softmax(0), 1),
+        (lambda x: x * 2 if x.shape[0] == 1 else x * 3, 1),
+        (lambda x: x * 2 if x.shape[0] == 1 else x * 3, 2),
+        (lambda x: x * 2 if x.shape[0] > 4 else x * 3, 8),
+        (lambda x: x * 2 if x.shape[0] <= 4 else x * 3, 3),
+        (lambda x: x * 2 if x.shape[0] % 2 == 0 else x * 3, 4),
+    ],
+)
+def test_batch_is_fixed_where_the_result_depends_on_it(client: Any, function: Callable[..., Any], size: int) -> None:
+    graph = check_against_torch(client, Call(function), (_images(size, 3),), tolerance=1e-10)
+    assert graph.inputs["x"].shape == (size, 3)
 
 
 def test_modules_and_results_have_names(client: Any) -> None:

@@ -82,6 +82,14 @@ def test_a_model_gives_outputs_and_gradients_under_its_own_names(channel: grpc.C
     assert_right(raw.evaluate(channel, request(simple())))
 
 
+def test_nodes_may_have_names_that_initial_values_would_get(channel: grpc.Channel) -> None:
+    data = model(
+        helper.make_node("MatMul", ["/in", "w"], ["h"], name="w/initial_value"),
+        helper.make_node("Relu", ["h"], ["y:out"]),
+    )
+    assert_right(raw.evaluate(channel, request(data)))
+
+
 def test_overrides_name_operations_of_the_model(channel: grpc.Channel) -> None:
     made = request(simple(), fetches=["/a/MatMul_output_0"])
     made.spec.overrides.add(rule="ste").selector.op_type = "Relu"

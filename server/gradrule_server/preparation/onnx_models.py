@@ -49,9 +49,13 @@ def to_graph(data: bytes, limits: Limits) -> tuple[graph_pb2.Graph, dict[str, st
             ]
         ) from None
     graph = model.message
+    taken = {node.name for node in graph.node}
     for name, value in model.variables.items():
         message = tensor_codec.to_message(value)
-        initial = graph.node.add(name=f"{name}/initial_value", op="Const")
+        first = f"{name}/initial_value"
+        while first in taken:
+            first += "_"
+        initial = graph.node.add(name=first, op="Const")
         initial.attr["dtype"].type = message.dtype
         initial.attr["value"].tensor.CopyFrom(message)
         assign = graph.node.add(name=f"{name}/Assign", op="AssignVariableOp", input=[name, initial.name])

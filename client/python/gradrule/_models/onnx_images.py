@@ -220,7 +220,7 @@ def _resize(call: OpCall) -> Converted:
             factor = choose(count / sizes[axis] for axis, count in zip(axes, counts, strict=True))
             counts = [math.floor(factor * sizes[axis] + 0.5) for axis in axes]
             scales = [factor] * len(axes)
-    if any(count * sizes[axis] > _MOST_WEIGHTS for axis, count in zip(axes, counts, strict=True)):
+    if any(max(count, 512) * max(sizes[axis], 512) > _MOST_WEIGHTS for axis, count in zip(axes, counts, strict=True)):
         raise UnsupportedOpError(
             f"of sizes {sizes} to {counts}, which needs matrices of more than {_MOST_WEIGHTS} weights"
         )

@@ -62,18 +62,18 @@ def _reduction(op_type: str, before: str = "", after: str = "") -> Convert:
     return convert
 
 
-for _name, _row in {
-    "ReduceSum": _reduction("Sum"),
-    "ReduceMean": _reduction("Mean"),
-    "ReduceProd": _reduction("Prod"),
-    "ReduceMax": _reduction("Max"),
-    "ReduceMin": _reduction("Min"),
-    "ReduceL1": _reduction("Sum", before="Abs"),
-    "ReduceL2": _reduction("Sum", before="Square", after="Sqrt"),
-    "ReduceSumSquare": _reduction("Sum", before="Square"),
-    "ReduceLogSum": _reduction("Sum", after="Log"),
+for _name, (_row, _nodes) in {
+    "ReduceSum": (_reduction("Sum"), "Sum"),
+    "ReduceMean": (_reduction("Mean"), "Mean"),
+    "ReduceProd": (_reduction("Prod"), "Prod"),
+    "ReduceMax": (_reduction("Max"), "Max"),
+    "ReduceMin": (_reduction("Min"), "Min"),
+    "ReduceL1": (_reduction("Sum", before="Abs"), "Abs and Sum"),
+    "ReduceL2": (_reduction("Sum", before="Square", after="Sqrt"), "Square, Sum and Sqrt"),
+    "ReduceSumSquare": (_reduction("Sum", before="Square"), "Square and Sum"),
+    "ReduceLogSum": (_reduction("Sum", after="Log"), "Sum and Log"),
 }.items():
-    add_op(_name, OnnxOp(_row, _name.removeprefix("Reduce"), refuses=""))
+    add_op(_name, OnnxOp(_row, _nodes, refuses=""))
 
 
 @converts("ReduceLogSumExp", nodes="Max, Exp, Sum and Log")

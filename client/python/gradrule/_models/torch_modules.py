@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,8 +20,8 @@ from gradrule._builder.graph import Graph
 from gradrule._builder.handles import TensorHandle
 from gradrule._builder.specs import LayerCall
 from gradrule._models.model_graph import ModelGraph, UnsupportedOpError, Value
-from gradrule._models.torch_ops import ATEN_OPS, Converted, OpCall, dtype_of, known_shape
-from gradrule.errors import Detail, GradruleWarning, InvalidGraphError, UnsupportedError
+from gradrule._models.torch_ops import ATEN_OPS, Converted, OpCall, array_of, dtype_of, known_shape
+from gradrule.errors import Detail, GradruleError, GradruleWarning, InvalidGraphError, UnsupportedError
 
 _SIZE_OPS: dict[Any, str] = {
     operator.add: "AddV2",
@@ -33,6 +34,8 @@ _SIZE_OPS: dict[Any, str] = {
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 # Nodes that only check sizes; the graph's ops check their own.
 _CHECKS = ("_assert", "sym_constrain", "_assert_scalar", "_assert_tensor_metadata")
+# Sizes of axes that may be larger than this may have any size.
+_MANY = 1 << 40
 _COMPARISONS = frozenset({operator.eq, operator.ne, operator.ge, operator.gt, operator.le, operator.lt})
 
 
@@ -121,12 +124,55 @@ def _with_any_batch(module: torch.nn.Module, examples: tuple[Any, ...]) -> Expor
     def axes(leaf: Any) -> Any:
         return {0: Dim.AUTO} if isinstance(leaf, torch.Tensor) else None
 
+    def first(leaf: Any) -> Any:
+        return leaf[:1].clone() if isinstance(leaf, torch.Tensor) else leaf
+
     shapes = pytree.tree_map(axes, examples)
     try:
-        return torch.export.export(module, pytree.tree_map(repeated, examples), dynamic_shapes=shapes)
+        program = torch.export.export(module, pytree.tree_map(repeated, examples), dynamic_shapes=shapes)
+        single = torch.export.export(module, pytree.tree_map(first, examples))
     except Exception:
         # The module needs these very sizes; an error of the module itself comes again.
         return torch.export.export(module, examples)
+    return program if _takes_any_batch(program, single) else torch.export.export(module, examples)
+
+
+def _takes_any_batch(program: ExportedProgram, single: ExportedProgram) -> bool:
+    """Returns whether a program, exported for sizes of 2 and more, computes what the module does for all sizes.
+
+    `single`: The program for a size of 1. It has the same operations, unless what the module does depends on the size.
+    """
+    if any(limits.lower > 2 or limits.upper < _MANY for limits in program.range_constraints.values()):
+        return False
+    any_size, one = (
+        [node for node in each.graph.nodes if node.op == "output" or _is_of_tensors(node)] for each in (program, single)
+    )
+    return len(any_size) == len(one) and all(map(_are_alike, any_size, one))
+
+
+def _is_of_tensors(node: torch.fx.Node) -> bool:
+    """Returns whether a node computes tensors. Slices of whole axes do not: export leaves them out for known sizes."""
+    found = node.meta.get("val")
+    if node.target is torch.ops.aten.slice.Tensor and tuple(node.args[2:]) == (0, sys.maxsize):
+        return False
+    return isinstance(found, torch.Tensor) or (isinstance(found, (tuple, list)) and len(found) > 0)
+
+
+def _are_alike(node: torch.fx.Node, single: torch.fx.Node) -> bool:
+    """Returns whether two nodes differ in sizes that are not known only."""
+    if node.target != single.target:
+        return False
+    results, known = (pytree.tree_leaves(each.meta.get("val")) for each in (node, single))
+    for found, other in zip(results, known, strict=False):
+        if isinstance(found, torch.Tensor) and isinstance(other, torch.Tensor):
+            if found.dim() != other.dim():
+                return False
+            if any(isinstance(size, int) and size != one for size, one in zip(found.shape, other.shape, strict=True)):
+                return False
+    leaves, others = (pytree.tree_leaves((each.args, each.kwargs)) for each in (node, single))
+    return len(leaves) == len(others) and all(
+        isinstance(leaf, torch.fx.Node) or leaf == other for leaf, other in zip(leaves, others, strict=True)
+    )
 
 
 def _decompositions() -> Any:
@@ -146,7 +192,7 @@ def _converter_of(target: Any) -> Any:
 def _name(target: Any) -> str:
     """Returns `linear` for `aten.linear.default`."""
     text = str(target)
-    return text.split(".")[1] if text.startswith("aten.") else text
+    return text.split(".")[1] if text.startswith("aten.") else getattr(target, "__name__", text)
 
 
 def _first_lines(cause: BaseException) -> str:
@@ -179,13 +225,13 @@ class _Conversion:
             elif node.op not in ("placeholder", "output"):
                 self._refuse(node, f"{node.op} nodes")
         self._check_outputs()
+        self._add_outputs()
         if self._refused:
             names = ", ".join(dict.fromkeys(detail.message.partition(" ")[0] for detail in self._refused))
             raise UnsupportedError(
                 f"{type(self._module).__name__} has operations that gr.from_torch cannot convert: {names}",
                 details=self._refused,
             )
-        self._add_outputs()
         self._add_layers()
         return self._model.graph
 
@@ -212,7 +258,7 @@ class _Conversion:
                 self._refuse(node, f"inputs of kind {spec.kind.name}")
 
     def _weight(self, kind: InputKind, name: str, tensor: torch.Tensor) -> Value:
-        array = tensor.detach().cpu().contiguous().numpy()
+        array = array_of(tensor)
         if kind is InputKind.CONSTANT_TENSOR or name not in self._state:
             return Value(self._model.graph.constant(array, name="constants/" + name.replace(".", "/")), array.ndim)
         name = self._first_names[id(self._state[name])]
@@ -249,6 +295,11 @@ class _Conversion:
                     raise UnsupportedOpError("")
             except UnsupportedOpError as cause:
                 self._refuse(node, f"{name} {cause}".strip())
+            except GradruleError as cause:
+                self._refuse(node, f"{name}: {cause.message}")
+            except (ArithmeticError, LookupError, TypeError, ValueError) as cause:
+                # Some combinations of arguments have no counterpart: axes that a converter expects, other overloads.
+                self._refuse(node, f"{name} with these arguments: {cause}")
             except _MissingInputError:
                 # It takes the result of a node that is refused already.
                 return
@@ -265,6 +316,8 @@ class _Conversion:
         if isinstance(arg, torch.fx.Node):
             if arg not in self._values:
                 raise _MissingInputError
+            if self._values[arg] is None:
+                raise UnsupportedOpError(f"of the result {arg.name!r}, which cannot be converted")
             return self._values[arg]
         if isinstance(arg, (list, tuple)):
             return [self._value_of(item) for item in arg]
@@ -311,8 +364,16 @@ class _Conversion:
         names = _output_names(self._program.call_spec.out_spec, len(kept))
         for name, node in zip(names, kept, strict=True):
             value = self._values.get(node) if isinstance(node, torch.fx.Node) else None
-            if isinstance(value, Value):
-                graph.aliases[name] = self._model.natural(value).name
+            if not isinstance(value, Value):
+                if not (isinstance(node, torch.fx.Node) and node not in self._values and self._refused):
+                    message = f"the result {name!r} is no tensor that can be converted ({node}); return tensors only"
+                    self._refused.append(Detail(UnsupportedError.REASON, message))
+                continue
+            tensor = self._model.natural(value).name
+            if name in graph.inputs and tensor.partition(":")[0] != name:
+                message = f"the result {name!r} has the name of an input; give one of them another name"
+                self._refused.append(Detail(UnsupportedError.REASON, message))
+            graph.aliases[name] = tensor
 
     def _add_layers(self) -> None:
         """Adds the calls of submodules, so that the path of a module names its output."""

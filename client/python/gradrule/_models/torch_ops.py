@@ -13,6 +13,7 @@ import torch
 from gradrule._builder.handles import TensorHandle
 from gradrule._models import images
 from gradrule._models.model_graph import ModelGraph, Size, Step, UnsupportedOpError, Value
+from gradrule.common import tensor_codec
 
 Converted: TypeAlias = Any
 """The results of an operation: a `Value`, a list of these, or the scalar of a size."""
@@ -33,7 +34,6 @@ _WITHOUT_EFFECT = frozenset(
         "non_blocking",
         "pin_memory",
         "sparse",
-        "threshold",
     }
 )
 
@@ -51,6 +51,14 @@ _DTYPES = {
     torch.complex64: "complex64",
     torch.complex128: "complex128",
 }
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Returns the values of a tensor."""
+    found = tensor.detach().cpu().contiguous()
+    is_bfloat16 = found.dtype is torch.bfloat16
+    array: np.ndarray[Any, Any] = (found.view(torch.int16) if is_bfloat16 else found).numpy()
+    return array.view(tensor_codec.numpy_dtype(tensor_codec.dtype_number("bfloat16"))) if is_bfloat16 else array
 
 
 def dtype_of(tensor: Any) -> str:
@@ -272,7 +280,12 @@ def _comparison(op_type: str, step_type: str) -> _Converter:
             left, right = (call.operand(key, dtype) for key in (0, 1))
             is_zero = not isinstance(call.arg(1), (Value, TensorHandle)) and call.arg(1) == 0
             difference = left if is_zero else model.broadcast("Sub", [left, right])
-            return Value(model.composite(step_type, difference.handle), difference.rank, difference.channels_last)
+            step = Value(model.composite(step_type, difference.handle), difference.rank, difference.channels_last)
+            if is_zero:
+                return step
+            # The difference of infinite numbers is no number.
+            exact = model.elementwise("Cast", Value(y.handle, y.rank, y.channels_last), DstT=dtype)
+            return model.broadcast("SelectV2", [model.elementwise("IsFinite", difference), step, exact])
 
         if dtype.startswith(("float", "bfloat")):
             y.step = Step(dtype, add_step)
@@ -310,7 +323,7 @@ def _divide(call: OpCall) -> Value:
     mode, dtype = call.arg("rounding_mode"), call.result_dtype
     operands = [call.operand(key, dtype) for key in (0, 1)]
     if mode == "floor":
-        return call.model.broadcast("FloorDiv", operands)
+        return _floor_quotient(call, operands)
     if mode == "trunc" and "int" in dtype:
         return call.model.broadcast("TruncateDiv", operands)
     quotient = call.model.broadcast("RealDiv", operands)
@@ -318,6 +331,19 @@ def _divide(call: OpCall) -> Value:
         return quotient
     magnitude = call.model.elementwise("Floor", call.model.elementwise("Abs", quotient))
     return call.model.broadcast("Mul", [call.model.elementwise("Sign", quotient), magnitude])
+
+
+def _floor_divide(call: OpCall) -> Value:
+    return _floor_quotient(call, [call.operand(key, call.result_dtype) for key in (0, 1)])
+
+
+def _floor_quotient(call: OpCall, operands: Sequence[Value]) -> Value:
+    """Divides and rounds down. PyTorch takes the remainder off first: 1 / 0.1 is 9, since 0.1 is a little more."""
+    model = call.model
+    if "int" in call.result_dtype:
+        return model.broadcast("FloorDiv", operands)
+    whole = model.broadcast("Sub", [operands[0], model.broadcast("FloorMod", operands)])
+    return model.elementwise("Round", model.broadcast("RealDiv", [whole, operands[1]]))
 
 
 def _composite_unary(op_type: str) -> _Converter:
@@ -351,8 +377,8 @@ def _elu(call: OpCall) -> Value:
 
 
 def _softplus(call: OpCall) -> Value:
-    if call.arg("beta") != 1:
-        raise UnsupportedOpError("with beta other than 1")
+    if call.arg("beta") != 1 or call.arg("threshold") != 20:
+        raise UnsupportedOpError("with beta other than 1, or threshold other than 20")
     return call.model.elementwise("Softplus", call.value(0))
 
 
@@ -489,11 +515,15 @@ def _attention(call: OpCall) -> Value:
     query, key, value = (call.natural(index) for index in range(3))
     if call.arg("dropout_p"):
         raise UnsupportedOpError("with dropout")
-    scale = call.arg("scale") or call.known_sizes(0, [-1])[0] ** -0.5
+    scale = call.arg("scale")
+    scale = call.known_sizes(0, [-1])[0] ** -0.5 if scale is None else scale
     zero, lowest = (model.constant(number, dtype) for number in (0, torch.finfo(call.result.dtype).min))
     mask, is_causal = call.optional("attn_mask"), call.flag("is_causal")
     allowed = model.natural(mask) if mask is not None and mask.dtype == "bool" else None
-    added = zero if mask is None or allowed is not None else model.natural(mask)
+    added = zero
+    if mask is not None and allowed is None:
+        allowed = model.op("Greater", model.natural(mask), model.constant(-math.inf, dtype))
+        added = model.op("Maximum", model.natural(mask), lowest)
     if is_causal:
         first = model.constant(0, "int32")
         rows, columns = (
@@ -502,7 +532,7 @@ def _attention(call: OpCall) -> Value:
         )
         causal = model.op("GreaterEqual", model.op("ExpandDims", rows, 1), columns)
         added = model.op("SelectV2", causal, zero, lowest)
-    elif allowed is not None:
+    elif mask is not None and mask.dtype == "bool":
         added = model.op("SelectV2", allowed, zero, lowest)
     y = model.composite("Attention", query, key, value, added, scale=scale)
     if allowed is not None:
@@ -674,6 +704,16 @@ def _adaptive_max_pool(call: OpCall) -> Converted:
     )
 
 
+def _nearest(size: int, count: int, scale: float | None, *, is_exact: bool) -> np.ndarray[Any, Any]:
+    """Returns the matrix that takes the nearest elements, [count, size]. PyTorch computes positions in float32."""
+    step = np.float32(size / count if scale is None else 1 / scale)
+    index = np.arange(count, dtype=np.float32)
+    position = np.floor((index + np.float32(0.5)) * step if is_exact else index * step)
+    matrix = np.zeros((count, size))
+    matrix[np.arange(count), np.minimum(position, size - 1).astype(int)] = 1
+    return matrix
+
+
 def _upsample(mode: str) -> _Converter:
     def convert(call: OpCall) -> Value:
         x = call.value(0)
@@ -686,13 +726,14 @@ def _upsample(mode: str) -> _Converter:
             scales = [call.arg(f"scales_{letter}", None) for letter in "dhw"[-len(sizes) :]]
         positions = "align_corners" if align else "asymmetric" if mode == "nearest" and not exact else "half_pixel"
         matrices = [
-            images.interpolation(
+            _nearest(before, after, scale, is_exact=exact)
+            if mode == "nearest"
+            else images.interpolation(
                 mode,
                 before,
                 after,
                 coordinates=positions,
                 scale=scale,
-                nearest="round_prefer_ceil" if exact else "floor",
                 antialias="_aa" in call.target,
             )
             for before, after, scale in zip(sizes, output, scales, strict=True)
@@ -813,9 +854,14 @@ def _variance(call: OpCall) -> Converted:
 def _vector_norm(call: OpCall) -> Value:
     if call.arg("ord") not in (2, None):
         raise UnsupportedOpError("with ord other than 2")
-    model, x = call.model, call.value(0)
+    model, x = call.model, call.cast(call.value(0), call.result_dtype)
+    call.arg("dtype")
     total = _reduced(model, "Sum", model.elementwise("Square", x), call.axes("dim", x), keep=bool(call.arg("keepdim")))
-    return model.elementwise("Sqrt", total)
+    # The gradient of a norm of 0 is 0.
+    zero = Value(model.constant(0, total.dtype), 0)
+    is_zero = model.broadcast("Equal", [total, zero])
+    positive = model.broadcast("SelectV2", [is_zero, Value(model.constant(1, total.dtype), 0), total])
+    return model.broadcast("SelectV2", [is_zero, zero, model.elementwise("Sqrt", positive)])
 
 
 def _cumulative_sum(call: OpCall) -> Value:
@@ -876,7 +922,7 @@ def _unsqueeze(call: OpCall) -> Value:
 def _squeeze(call: OpCall) -> Value:
     x = call.value(0)
     sizes = call.shape_of(0)
-    axes = call.axes("dim", x)
+    axes = [] if call.arg("dim") == [] else call.axes("dim", x)
     dropped = [axis for axis in axes if sizes[axis] == 1]
     if not dropped:
         return x
@@ -1045,6 +1091,8 @@ def _counted_from_start(call: OpCall, axis: int, index: Value) -> TensorHandle:
 
 def _flip(call: OpCall) -> Value:
     x = call.value(0)
+    if call.arg("dims") == []:
+        return x
     axes = [call.model.axis_of(x, axis) for axis in call.axes("dims", x)]
     return Value(call.model.op("ReverseV2", x.handle, call.model.int32(*axes)), x.rank, x.channels_last)
 
@@ -1082,6 +1130,9 @@ def _filled(fill: float | None) -> _Converter:
 def _arange(call: OpCall) -> Value:
     model, dtype = call.model, call.result_dtype
     start, end, step = call.arg("start", 0), call.arg("end"), call.arg("step", 1)
+    if not any(isinstance(item, TensorHandle) for item in (start, end, step)):
+        # The number of elements is computed in float64.
+        return Value(model.constant(torch.arange(start, end, step, dtype=call.result.dtype).numpy(), dtype), 1)
     ends = [
         model.op("Cast", item, DstT=dtype) if isinstance(item, TensorHandle) else model.constant(item, dtype)
         for item in (start, end, step)
@@ -1152,7 +1203,6 @@ _BINARY = {
     "add": "AddV2",
     "atan2": "Atan2",
     "eq": "Equal",
-    "floor_divide": "FloorDiv",
     "le": "LessEqual",
     "logical_and": "LogicalAnd",
     "logical_or": "LogicalOr",
@@ -1199,6 +1249,7 @@ ATEN_OPS: Mapping[str, _Converter] = {
     "hardswish": _composite_unary("HardSwish"),
     "leaky_relu": _leaky_relu,
     "elu": _elu,
+    "floor_divide": _floor_divide,
     "softplus": _softplus,
     "log_sigmoid": _log_sigmoid,
     "prelu": _prelu,
