@@ -33,7 +33,7 @@ TESTED = {
         "tf",
     },  # in tests/bridges/test_guide.py
     "http.md": {"curl", "graph", "program", "r", "javascript", "julia", "problem"},  # in test_http_guide.py
-    "models.md": {"connect", "models"},
+    "models.md": {"connect", "from_torch", "models"},
     "notebooks.md": {"start", "pictures", "saliency", "progress"},
     "operating.md": {"credentials", "serve", "status"},
     "other-languages.md": {
