@@ -79,6 +79,11 @@ def test_other_numbers_are_refused(name: str) -> None:
         gr.from_torch(Call(function), _images())
 
 
+def test_detaching_in_place_is_unsupported() -> None:
+    with pytest.raises(gr.errors.UnsupportedError, match=r"Call: Tensor\.detach_\(\) is not supported"):
+        gr.from_torch(Call(lambda x: x.clone().detach_() * x), _images())
+
+
 def test_changed_buffers_are_refused() -> None:
     class Counter(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:

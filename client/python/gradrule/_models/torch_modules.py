@@ -59,6 +59,8 @@ def _exported(module: torch.nn.Module, examples: tuple[Any, ...], dynamic_shapes
                     program = torch.export.export(module, examples, dynamic_shapes=dynamic_shapes)
             _detach_regions_without_gradients(program)
             program = program.run_decompositions(_decompositions())
+    except UnsupportedOpError as cause:
+        raise UnsupportedError(f"{type(module).__name__}: {cause}") from None
     except Exception as cause:
         # Everything that a module's Python code raises passes here.
         raise InvalidGraphError(
